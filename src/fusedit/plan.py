@@ -1,0 +1,132 @@
+"""Plan: which rewrites run, at what precision, with what caches. Frozen; JSON in and out; unknown keys are errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from fusedit.errors import PlanError
+
+SCHEMA: Final = 1
+TIERS: Final = ("exact",)
+_KEYS: Final = ("schema", "base", "rewrites", "precision", "cache", "budget", "evidence")
+
+
+def _frozen(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType({k: _frozen(v) if isinstance(v, Mapping) else v for k, v in value.items()})
+
+
+def _thawed(value: Any) -> Any:
+    return {k: _thawed(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A frozen description of what `accelerate` may do.
+
+    Attributes:
+        base: the tier that everything not named below follows; `exact` (same mathematics, only rounding order differs).
+        rewrites: rewrite name -> on or off, overriding the tier. `fusedit models` lists the names.
+        precision: `{"default": "model" , "sites": {}}`; `exact` computes in the model's own dtype.
+        cache: reserved for prompt and graph caches; `{"prompts": false, "graphs": false}` in `exact`.
+        budget: fidelity budget a tuned plan was found under, empty when not tuned.
+        evidence: measurements that came with a tuned plan, or None.
+
+    Raises:
+        PlanError: unknown tier, key, rewrite or value, or a schema newer than this version reads.
+    """
+
+    base: str = "exact"
+    rewrites: Mapping[str, bool] = field(default_factory=dict)
+    precision: Mapping[str, Any] = field(default_factory=lambda: {"default": "model", "sites": {}})
+    cache: Mapping[str, Any] = field(default_factory=lambda: {"prompts": False, "graphs": False})
+    budget: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Any = None
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schema, bool) or not isinstance(self.schema, int) or self.schema < 1:
+            raise PlanError(f"plan schema is {self.schema!r}; this version reads schema {SCHEMA}")
+        if self.schema > SCHEMA:
+            raise PlanError(
+                f"plan schema {self.schema} is newer than the {SCHEMA} this version reads; upgrade fusedit to use it"
+            )
+        if self.base not in TIERS:
+            raise PlanError(f"unknown plan {self.base!r}; known tiers: {', '.join(TIERS)}")
+        for name in ("rewrites", "precision", "cache", "budget"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise PlanError(f"plan key {name!r} must be an object, not {type(value).__name__}")
+            object.__setattr__(self, name, _frozen(value))
+        for name, on in self.rewrites.items():
+            if not isinstance(on, bool):
+                raise PlanError(f"rewrite {name!r} must be true or false, not {on!r}")
+        _only(self.precision, {"default": ("model",), "sites": ({},)}, "precision")
+        _only(self.cache, {"prompts": (False,), "graphs": (False,)}, "cache")
+
+    def enabled(self, rewrite: str) -> bool:
+        """Whether this plan switches the rewrite on. The `exact` tier has every bitwise or reordered rewrite on."""
+        return self.rewrites.get(rewrite, True)
+
+    def without(self, *names: str) -> Plan:
+        """The same plan with these rewrites switched off."""
+        return Plan(
+            base=self.base,
+            rewrites={**self.rewrites, **dict.fromkeys(names, False)},
+            precision=self.precision,
+            cache=self.cache,
+            budget=self.budget,
+            evidence=self.evidence,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON data; `Plan.from_dict` reads it back to an equal plan."""
+        return {key: _thawed(getattr(self, key)) for key in _KEYS}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, data: object) -> Plan:
+        """Read a plan from JSON data. Unknown keys are errors, so that no setting is silently dropped."""
+        if not isinstance(data, Mapping):
+            raise PlanError(f"a plan is a JSON object, not {type(data).__name__}")
+        schema = data.get("schema")
+        if schema is None:
+            raise PlanError(f"plan has no 'schema'; write \"schema\": {SCHEMA}")
+        if isinstance(schema, int) and schema > SCHEMA:  # before the key check: a newer file may well have new keys
+            raise PlanError(f"plan schema {schema} is newer than the {SCHEMA} this version reads; upgrade fusedit")
+        unknown = sorted(set(map(str, data)) - set(_KEYS))
+        if unknown:
+            raise PlanError(f"unknown plan key {unknown[0]!r}; known keys: {', '.join(_KEYS)}")
+        return cls(**data)
+
+    @classmethod
+    def of(cls, plan: Plan | str | Path) -> Plan:
+        """A plan from a tier name, a path to a plan JSON, or a Plan (returned as it is)."""
+        if isinstance(plan, Plan):
+            return plan
+        if isinstance(plan, str) and plan in TIERS:
+            return cls(base=plan)
+        if not isinstance(plan, str | Path):
+            raise PlanError(f"plan must be a tier name, a Plan or a path, not {type(plan).__name__}")
+        path = Path(plan)
+        if not path.is_file():
+            raise PlanError(f"unknown plan {str(plan)!r}; give one of {', '.join(TIERS)} or the path of a plan JSON")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PlanError(f"plan file {str(path)!r} cannot be read as JSON: {error}") from error
+        return cls.from_dict(data)
+
+
+def _only(value: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], name: str) -> None:
+    for key, item in value.items():
+        if key not in allowed:
+            raise PlanError(f"unknown key {key!r} in plan {name!r}; known keys: {', '.join(allowed)}")
+        if _thawed(item) not in allowed[key]:
+            raise PlanError(f"plan {name}.{key} is {_thawed(item)!r}; tier 'exact' allows {allowed[key][0]!r}")

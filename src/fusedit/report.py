@@ -1,0 +1,104 @@
+"""Report: what was rewritten, how often it really ran, what was refused or fell back, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One rewrite that the plan laid on this pipeline.
+
+    Attributes:
+        site: name of the rewrite, for example `flux.qk_norm_rope`.
+        exactness: `bitwise`, `reordered` or `lossy`.
+        summary: what it replaces, in one line.
+        fused: how often the fused code ran since accelerate().
+        stock: how often stock code ran in its place.
+        reasons: reason -> how often, for the stock runs.
+    """
+
+    site: str
+    exactness: str
+    summary: str
+    fused: int
+    stock: int
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "site": self.site,
+            "exactness": self.exactness,
+            "summary": self.summary,
+            "fused": self.fused,
+            "stock": self.stock,
+            "reasons": dict(self.reasons),
+        }
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A rewrite that does not apply here, with the reason."""
+
+    site: str
+    reason: str
+
+    def to_dict(self) -> dict[str, str]:
+        return {"site": self.site, "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What accelerate() did to one pipeline. Prints as a table; `to_dict()` is its JSON form.
+
+    Attributes:
+        pipeline: class name of the pipeline.
+        plan: the plan, as JSON data.
+        rewritten: every rewrite that is in force, with its counters.
+        refused: every rewrite that is not, with its reason.
+        notes: facts a user should know, for example that the VAE encoder stays stock or that weights were repacked.
+        active: False once restore() has run.
+    """
+
+    pipeline: str
+    plan: Mapping[str, Any]
+    rewritten: tuple[SiteReport, ...]
+    refused: tuple[Refusal, ...]
+    notes: tuple[str, ...] = ()
+    active: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "pipeline": self.pipeline,
+            "active": self.active,
+            "plan": dict(self.plan),
+            "rewritten": [site.to_dict() for site in self.rewritten],
+            "refused": [refusal.to_dict() for refusal in self.refused],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        state = "" if self.active else " (restored)"
+        table = Table(title=f"{self.pipeline}, plan {self.plan.get('base', '?')}{state}", title_justify="left")
+        for name in ("site", "exactness"):
+            table.add_column(name, no_wrap=True)
+        for name in ("fused", "stock"):
+            table.add_column(name, justify="right")
+        table.add_column("why stock ran")
+        for site in self.rewritten:
+            why = "; ".join(f"{reason} ({count}x)" for reason, count in site.reasons.items())
+            table.add_row(site.site, site.exactness, str(site.fused), str(site.stock), why)
+        for refusal in self.refused:
+            table.add_row(refusal.site, "refused", "-", "-", refusal.reason)
+        out = StringIO()
+        console = Console(file=out, width=140, force_terminal=False, markup=False, highlight=False)
+        console.print(table)
+        for note in self.notes:
+            console.print(f"note: {note}")
+        return out.getvalue().rstrip()
