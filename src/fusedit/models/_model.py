@@ -1,0 +1,119 @@
+"""What a file of models/ provides: one class that knows its stock class and calls ops, never kernels."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fusedit.ops import Op
+from fusedit.plan import Plan
+from fusedit.runtime.counters import Counters
+from fusedit.runtime.hoist import RunCache
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A site, or an algorithmic change, that a plan switches on and off by name.
+
+    Attributes:
+        name: `<model>.<site>`, unique over all models.
+        exactness: `bitwise`, `reordered` or `lossy`.
+        summary: what it replaces, in one line.
+    """
+
+    name: str
+    exactness: str
+    summary: str
+
+
+class FusedModel(ABC):
+    """The fused forward of one stock class, for one module under one plan.
+
+    A subclass is the whole of a file of models/: it declares the class attributes below, takes the arguments of the
+    stock `forward` unchanged and returns what it returns. It never owns parameters: it reads the stock modules at each
+    call, so that LoRA injection, `.to()` and state_dict keep working.
+    """
+
+    stock: ClassVar[str]
+    """The stock class as `module.path:ClassName`."""
+    path: ClassVar[tuple[str, ...]]
+    """Where it sits in a pipeline, for example `("vae", "decoder")`."""
+    denoiser: ClassVar[bool]
+    """True for a transformer: a pipeline whose denoiser is not served is unsupported."""
+    pipelines: ClassVar[tuple[str, ...]]
+    """Pipeline classes it is tested in, for messages and `fusedit models`."""
+    signature: ClassVar[tuple[str, ...]]
+    """Parameter names of the stock `forward` this was written against, without self."""
+    known: ClassVar[frozenset[str]]
+    """Class names of the inner modules the fused forward knows; any other (besides LoRA layers) means stock."""
+    rewrites: ClassVar[tuple[Rewrite, ...]]
+    notes: ClassVar[tuple[str, ...]] = ()
+    """Facts about what stays stock, for the report."""
+
+    def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
+        self.module = module
+        self.plan = plan
+        self.counters = counters
+        self.cache = RunCache()
+
+    @classmethod
+    def stock_class(cls) -> type[nn.Module]:
+        module, _, name = cls.stock.partition(":")
+        stock: type[nn.Module] = getattr(import_module(module), name)
+        return stock
+
+    @classmethod
+    def signature_now(cls) -> tuple[str, ...]:
+        """Parameter names of the installed diffusers' forward; compared with `signature` before anything is changed."""
+        return tuple(inspect.signature(cls.stock_class().forward).parameters)[1:]
+
+    @classmethod
+    @abstractmethod
+    def refuse(cls, module: nn.Module) -> str | None:
+        """Why this module (its config) cannot be served, or None."""
+
+    @abstractmethod
+    def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why this call must go through the stock forward, or None. Cheap: it runs before every call."""
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The fused forward. The caller holds torch.no_grad or the inputs need no gradient."""
+
+    def unpack(self) -> None:
+        """Give packed parameters their own storage again; runs when the last pipeline lets go of the module."""
+
+    @staticmethod
+    @abstractmethod
+    def tiny(**changes: Any) -> nn.Module:
+        """A stock module with a tiny config and random weights, for tests; `changes` override config values."""
+
+    def site(self, rewrite: str, op: Op) -> Callable[..., Any]:
+        """The op behind a rewrite: counted when the plan has it on, plain torch when it is off."""
+        if not self.plan.enabled(rewrite):
+            return op.plain
+        counters = self.counters
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counters.ran(rewrite)
+            return op(*args, **kwargs)
+
+        return run
+
+    def hoisted(self, rewrite: str, inputs: tuple[torch.Tensor, ...], owner: nn.Module, compute: Callable[[], Any]) -> Any:
+        """`compute()`, once a run for these inputs and the parameters of `owner` where the plan allows it."""
+        if not self.plan.enabled(rewrite):
+            return compute()
+        value, hit = self.cache.get(compute, inputs, owner)
+        if hit:
+            self.counters.ran(rewrite)
+        elif hit is None:
+            self.counters.fell_back(rewrite, "no run: called outside the pipeline, or inputs that cannot be watched")
+        return value

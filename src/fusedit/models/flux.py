@@ -1,0 +1,365 @@
+"""FLUX: the fused forward of FluxTransformer2DModel.
+
+Text and image live in one sequence buffer, text first, so that joint attention and the single blocks need no
+concatenation: the streams of a double block are slices of it. Between two products there is one pass over the residual
+stream: gate, add, normalise, modulate. In a single block q, k, v and the MLP's input come from one product; attention
+writes over v and GELU over the MLP's input, which leaves the input of the closing product adjacent in memory.
+
+What runs once a step for one row (timestep embedding, SiLU and modulation vectors) stays with the stock modules.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedit import ops
+from fusedit.models._model import FusedModel, Rewrite
+from fusedit.plan import Plan
+from fusedit.runtime.counters import Counters
+from fusedit.runtime.inspect_module import offload_hook
+from fusedit.runtime.linear import PackedLinear, linear
+from fusedit.runtime.lora_scale import lora_scaled
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+# The attention inputs that follow the modulated norm of a stream: q, k, v products and the norms of q and k.
+_IMAGE = ("to_q", "to_k", "to_v")
+_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
+
+
+class Flux(FusedModel):
+    stock = "diffusers.models.transformers.transformer_flux:FluxTransformer2DModel"
+    path = ("transformer",)
+    denoiser = True
+    pipelines = (
+        "FluxPipeline",
+        "FluxImg2ImgPipeline",
+        "FluxInpaintPipeline",
+        "FluxFillPipeline",
+        "FluxKontextPipeline",
+        "FluxControlPipeline",
+        "FluxControlNetPipeline",
+    )
+    signature = (
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "img_ids",
+        "txt_ids",
+        "guidance",
+        "joint_attention_kwargs",
+        "controlnet_block_samples",
+        "controlnet_single_block_samples",
+        "return_dict",
+        "controlnet_blocks_repeat",
+    )
+    known = frozenset(
+        {
+            "AdaLayerNormContinuous",
+            "AdaLayerNormZero",
+            "AdaLayerNormZeroSingle",
+            "CombinedTimestepGuidanceTextProjEmbeddings",
+            "CombinedTimestepTextProjEmbeddings",
+            "FeedForward",
+            "FluxAttention",
+            "FluxPosEmbed",
+            "FluxSingleTransformerBlock",
+            "FluxTransformerBlock",
+            "PixArtAlphaTextProjection",
+            "TimestepEmbedding",
+            "Timesteps",
+        }
+    )
+    rewrites = (
+        Rewrite("flux.packed_qkv", "reordered", "q, k, v (and the single block's MLP input) as one product"),
+        Rewrite("flux.norm_modulate", "reordered", "LayerNorm and modulation in one pass"),
+        Rewrite("flux.gated_residual", "reordered", "gate, residual, next LayerNorm and modulation in one pass"),
+        Rewrite("flux.qk_norm_rope", "reordered", "RMSNorm and rotary embedding of q and k in place, in fp32"),
+        Rewrite("flux.gelu", "reordered", "GELU in place"),
+        Rewrite("flux.attention", "reordered", "joint attention by the fastest library kernel, without concatenation"),
+        Rewrite("flux.hoist", "bitwise", "rotary tables and the text projection once a run instead of once a step"),
+    )
+
+    def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
+        super().__init__(module, plan, counters)
+        self.norm = self.site("flux.norm_modulate", ops.layer_norm_modulate)
+        self.gate = self.site("flux.gated_residual", ops.gated_residual)
+        self.gate_norm = self.site("flux.gated_residual", ops.gated_residual_layer_norm)
+        self.rope = self.site("flux.qk_norm_rope", ops.qk_norm_rope)
+        self.gelu = self.site("flux.gelu", ops.gelu_tanh)
+        self.attention = self.site("flux.attention", ops.attention)
+        stock: Any = module
+        self.image_qkv = [self._packed(block.attn, _IMAGE) for block in stock.transformer_blocks]
+        self.text_qkv = [self._packed(block.attn, _TEXT) for block in stock.transformer_blocks]
+        self.qkv_mlp = [_SingleInput(block, self) for block in stock.single_transformer_blocks]
+
+    def _packed(self, parent: Any, names: tuple[str, ...]) -> PackedLinear:
+        rewrite = "flux.packed_qkv"
+        return PackedLinear(parent, names, rewrite, self.counters, enabled=self.plan.enabled(rewrite))
+
+    def unpack(self) -> None:
+        for group in (*self.image_qkv, *self.text_qkv, *self.qkv_mlp):
+            group.unpack()
+
+    @classmethod
+    def refuse(cls, module: nn.Module) -> str | None:
+        if any(size % 2 for size in module.config.axes_dims_rope):  # type: ignore[union-attr]
+            return f"axes_dims_rope {module.config.axes_dims_rope} has an odd entry"  # type: ignore[union-attr]
+        return None
+
+    def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        module: Any = self.module
+        if _argument(0, "hidden_states", args, kwargs).dtype == torch.float16:
+            return "float16: stock clips the residual stream, the fused forward does not"
+        extra = _argument(7, "joint_attention_kwargs", args, kwargs)
+        if extra and set(extra) - {"scale"}:
+            return f"joint_attention_kwargs has {sorted(set(extra) - {'scale'})[0]!r}"
+        for block in (*module.transformer_blocks, *module.single_transformer_blocks):
+            reason = _attention_reason(block.attn)
+            if reason is not None:
+                return reason
+        return None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        pooled_projections: torch.Tensor | None = None,
+        timestep: torch.Tensor | None = None,
+        img_ids: torch.Tensor | None = None,
+        txt_ids: torch.Tensor | None = None,
+        guidance: torch.Tensor | None = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        controlnet_block_samples: Any = None,
+        controlnet_single_block_samples: Any = None,
+        return_dict: bool = True,
+        controlnet_blocks_repeat: bool = False,
+    ) -> Any:
+        """The stock arguments and results; see FluxTransformer2DModel.forward."""
+        from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+        assert encoder_hidden_states is not None
+        assert timestep is not None
+        assert img_ids is not None
+        assert txt_ids is not None
+        m: Any = self.module
+        with lora_scaled(m, joint_attention_kwargs):
+            text = self.hoisted(
+                "flux.hoist", (encoder_hidden_states,), m.context_embedder, lambda: m.context_embedder(encoder_hidden_states)
+            )
+            rotary = self.hoisted("flux.hoist", (txt_ids, img_ids), m.pos_embed, lambda: _rotary(m, txt_ids, img_ids))
+            temb = F.silu(self._condition(hidden_states.dtype, timestep, guidance, pooled_projections))
+            t, s = text.shape[1], text.shape[1] + hidden_states.shape[1]
+            h = text.new_empty(hidden_states.shape[0], s, text.shape[2])
+            h[:, :t] = text
+            linear(m.x_embedder, hidden_states, out=h[:, t:])
+            double = _Residuals(controlnet_block_samples, len(m.transformer_blocks), controlnet_blocks_repeat)
+            single = _Residuals(controlnet_single_block_samples, len(m.single_transformer_blocks), False)
+            n = self._blocks(h, temb, t, rotary, double, single)
+            y = m.proj_out(n[:, t:])
+        return Transformer2DModelOutput(sample=y) if return_dict else (y,)
+
+    def _condition(
+        self, dtype: torch.dtype, timestep: torch.Tensor, guidance: torch.Tensor | None, pooled: torch.Tensor | None
+    ) -> torch.Tensor:
+        embed: Any = self.module.time_text_embed
+        timestep = timestep.to(dtype) * 1000
+        if guidance is None:
+            return embed(timestep, pooled)  # type: ignore[no-any-return]
+        return embed(timestep, guidance.to(dtype) * 1000, pooled)  # type: ignore[no-any-return]
+
+    def _blocks(
+        self, h: torch.Tensor, temb: torch.Tensor, t: int, rotary: Pair, double: _Residuals, single: _Residuals
+    ) -> torch.Tensor:
+        """All blocks; h [B, T + I, C] is the residual stream and is overwritten. Returns the modulated final norm."""
+        m: Any = self.module
+        offloaded = offload_hook(m)
+        n, y = torch.empty_like(h), torch.empty_like(h)
+        doubles, singles = list(m.transformer_blocks), list(m.single_transformer_blocks)
+        scale, shift = m.norm_out.linear(temb).chunk(2, dim=1)
+        final = (scale, shift)
+        entry = [(_six(block.norm1, temb), _six(block.norm1_context, temb)) for block in doubles]
+        joint = [_three(block.norm, temb) for block in singles]
+        after = joint[0][:2] if joint else final  # the norm that follows the last double block, in both streams
+        if entry:
+            self.norm(h[:, t:], *entry[0][0][:2], out=n[:, t:])
+            self.norm(h[:, :t], *entry[0][1][:2], out=n[:, :t])
+        else:
+            self.norm(h, *after, out=n)
+        for i, block in enumerate(doubles):
+            last = i + 1 == len(doubles)
+            following = (after, after) if last else (entry[i + 1][0][:2], entry[i + 1][1][:2])
+            self._double(i, block, h, n, y, t, rotary, entry[i], following, double.at(i), offloaded)
+        for i, block in enumerate(singles):
+            x = self.qkv_mlp[i](n, rotary, offloaded)
+            linear(block.proj_out, x, out=y)
+            gate = joint[i][2]
+            following_norm = joint[i + 1][:2] if i + 1 < len(singles) else final
+            extra = single.at(i)
+            if extra is None:
+                self.gate_norm(h, y, gate, *following_norm, out=(h, n))
+            else:
+                self.gate(h, y, gate, out=h)
+                h[:, t:] += extra
+                self.norm(h, *following_norm, out=n)
+        return n
+
+    def _double(
+        self,
+        i: int,
+        block: Any,
+        h: torch.Tensor,
+        n: torch.Tensor,
+        y: torch.Tensor,
+        t: int,
+        rotary: Pair,
+        mods: tuple[_Six, _Six],
+        following: tuple[Pair, Pair],
+        extra: torch.Tensor | None,
+        offloaded: bool,
+    ) -> None:
+        """One double block: n holds its modulated input and leaves with the following block's; h is the residual."""
+        attn = block.attn
+        cos, sin = rotary
+        qkv = h.new_empty(*h.shape[:2], 3 * attn.inner_dim)
+        self.image_qkv[i](n[:, t:], out=qkv[:, t:], offloaded=offloaded)
+        self.text_qkv[i](n[:, :t], out=qkv[:, :t], offloaded=offloaded)
+        qkv = qkv.unflatten(-1, (3, -1, attn.head_dim))
+        for part, norm_q, norm_k, table in (
+            (qkv[:, t:], attn.norm_q, attn.norm_k, (cos[:, t:], sin[:, t:])),
+            (qkv[:, :t], attn.norm_added_q, attn.norm_added_k, (cos[:, :t], sin[:, :t])),
+        ):
+            self.rope(part, norm_q.weight, norm_k.weight, *table, _eps(norm_q, h), out=(part[:, :, 0], part[:, :, 1]))
+        a = self.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).flatten(2)
+        linear(attn.to_out[0], a[:, t:], out=y[:, t:])
+        linear(attn.to_add_out, a[:, :t], out=y[:, :t])
+        for part, ff, mod, then, added in (
+            (slice(t, None), block.ff, mods[0], following[0], extra),
+            (slice(None, t), block.ff_context, mods[1], following[1], None),
+        ):
+            hp, np_, yp = h[:, part], n[:, part], y[:, part]
+            _, _, gate_attention, scale, shift, gate_mlp = mod
+            self.gate_norm(hp, yp, gate_attention, scale, shift, out=(hp, np_))
+            u = linear(ff.net[0].proj, np_)
+            linear(ff.net[2], self.gelu(u, out=u), out=yp)
+            if added is None:
+                self.gate_norm(hp, yp, gate_mlp, *then, out=(hp, np_))
+            else:
+                self.gate(hp, yp, gate_mlp, out=hp)
+                hp += added
+                self.norm(hp, *then, out=np_)
+
+    @staticmethod
+    def tiny(**changes: Any) -> nn.Module:
+        from diffusers import FluxTransformer2DModel
+
+        config: dict[str, Any] = {
+            "in_channels": 16,
+            "num_layers": 2,
+            "num_single_layers": 3,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 24,
+            "pooled_projection_dim": 20,
+            "guidance_embeds": True,
+            "axes_dims_rope": (4, 4, 8),
+        }
+        return FluxTransformer2DModel(**{**config, **changes}).eval()
+
+
+_Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _SingleInput:
+    """q, k, v and the MLP input of a single block as one product, and what follows up to the closing product."""
+
+    def __init__(self, block: Any, model: Flux) -> None:
+        self.block, self.model = block, model
+        # proj_mlp sits on the block and to_q on its attention, so the group reads them through one view of both.
+        self.product = model._packed(_View(block), (*_IMAGE, "proj_mlp"))
+
+    def unpack(self) -> None:
+        self.product.unpack()
+
+    def __call__(self, n: torch.Tensor, rotary: Pair, offloaded: bool) -> torch.Tensor:
+        """n [B, S, C] -> [attention | GELU(mlp)] [B, S, C + M], a strided view into the product's own output."""
+        attn = self.block.attn
+        wide = attn.inner_dim
+        x = self.product(n, offloaded=offloaded)
+        qkv = x[..., : 3 * wide].unflatten(-1, (3, -1, attn.head_dim))
+        q, k, v = qkv.unbind(2)
+        self.model.rope(qkv, attn.norm_q.weight, attn.norm_k.weight, *rotary, _eps(attn.norm_q, n), out=(q, k))
+        x[..., 2 * wide : 3 * wide] = self.model.attention(q, k, v).flatten(2)
+        mlp = x[..., 3 * wide :]
+        self.model.gelu(mlp, out=mlp)
+        return x[..., 2 * wide :]
+
+
+class _View:
+    """Attribute access to a single block's attention projections and MLP projection, as they are at the moment."""
+
+    def __init__(self, block: Any) -> None:
+        self._block = block
+
+    def __getattr__(self, name: str) -> Any:
+        return self._block.proj_mlp if name == "proj_mlp" else getattr(self._block.attn, name)
+
+
+class _Residuals:
+    """ControlNet residuals of one kind of block, by stock's interval rule."""
+
+    def __init__(self, samples: Any, blocks: int, repeat: bool) -> None:
+        self.samples, self.repeat = samples, repeat
+        self.interval = 1 if samples is None else math.ceil(blocks / len(samples))
+
+    def at(self, i: int) -> torch.Tensor | None:
+        if self.samples is None:
+            return None
+        sample: torch.Tensor = self.samples[i % len(self.samples) if self.repeat else i // self.interval]
+        return sample
+
+
+def _argument(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+def _attention_reason(attn: Any) -> str | None:
+    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+
+    processor = attn.processor
+    if type(processor) is not FluxAttnProcessor:
+        return f"attention processor {type(processor).__name__}"
+    if processor._attention_backend is not None:
+        return f"attention backend {processor._attention_backend} was asked for"
+    if processor._parallel_config is not None:
+        return "context parallelism"
+    if attn.fused_projections:
+        return "fuse_qkv_projections() was called"
+    return None
+
+
+def _eps(norm: Any, x: torch.Tensor) -> float:
+    return torch.finfo(x.dtype).eps if norm.eps is None else float(norm.eps)
+
+
+def _six(norm: Any, temb: torch.Tensor) -> _Six:
+    """scale, shift, gate of the attention half, then scale, shift, gate of the MLP half, each [B, C]."""
+    shift1, scale1, gate1, shift2, scale2, gate2 = norm.linear(temb).chunk(6, dim=1)
+    return scale1, shift1, gate1, scale2, shift2, gate2
+
+
+def _three(norm: Any, temb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shift, scale, gate = norm.linear(temb).chunk(3, dim=1)
+    return scale, shift, gate
+
+
+def _rotary(m: Any, txt_ids: torch.Tensor, img_ids: torch.Tensor) -> Pair:
+    """cos and sin [1, T + I, D / 2] in fp32. Stock repeats each value for the pair it rotates; one of two is kept."""
+    ids = [ids[0] if ids.ndim == 3 else ids for ids in (txt_ids, img_ids)]
+    cos, sin = m.pos_embed(torch.cat(ids))
+    return cos[None, :, ::2].float().contiguous(), sin[None, :, ::2].float().contiguous()

@@ -1,0 +1,218 @@
+"""accelerate(): lays a plan on one diffusers pipeline, in place; Handle: report, pause and restore it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fusedit.errors import PlanError, UnsupportedPipelineError
+from fusedit.models import FusedModel, registry
+from fusedit.plan import Plan
+from fusedit.report import Refusal, Report, SiteReport
+from fusedit.runtime.inspect_module import compiled_by, quantised_by
+from fusedit.runtime.install import foreign_forward
+from fusedit.session import Session
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+_HANDLES: weakref.WeakKeyDictionary[Any, Handle] = weakref.WeakKeyDictionary()
+_DENOISERS = ("transformer", "transformer_2", "unet", "prior")
+
+
+class Handle:
+    """What accelerate() returns. Holds its pipeline weakly, so that it keeps no weights alive.
+
+    Attributes:
+        plan: the plan in force.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline, plan: Plan, sessions: list[Session], refusals: list[Refusal], notes: list[str]) -> None:
+        self.plan = plan
+        self._pipe = weakref.ref(pipe)
+        self._name = type(pipe).__name__
+        self._sessions = sessions
+        self._refusals = refusals
+        self._notes = notes
+        self._active = True
+
+    def report(self) -> Report:
+        """What was rewritten and what was refused and why, and how often each rewrite really ran since accelerate()."""
+        rewritten = []
+        notes = list(self._notes)
+        for session in self._sessions:
+            counters = session.counters
+            for rewrite in session.rewrites:
+                reasons = dict(counters.stock[rewrite.name]) if rewrite.name in counters.stock else {}
+                rewritten.append(
+                    SiteReport(
+                        rewrite.name,
+                        rewrite.exactness,
+                        rewrite.summary,
+                        counters.fused[rewrite.name],
+                        sum(reasons.values()),
+                        reasons,
+                    )
+                )
+            notes += [f"{'.'.join(session.model.path)}: {what}: {count}" for what, count in counters.events.items()]
+            if self._active and session.module is not self._component(session.model):
+                notes.append(f"{'.'.join(session.model.path)} was replaced after accelerate(); the new one runs stock")
+        return Report(self._name, self.plan.to_dict(), tuple(rewritten), tuple(self._refusals), tuple(notes), self._active)
+
+    def restore(self) -> None:
+        """Make the pipeline bit for bit what it was. Calling it again does nothing."""
+        if not self._active:
+            return
+        pipe = self._pipe()
+        for session in self._sessions:
+            session.uninstall(pipe)
+        self._active = False
+        if pipe is not None and _HANDLES.get(pipe) is self:
+            del _HANDLES[pipe]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stock behaviour inside the `with` block, for comparing both in one process. Nests."""
+        for session in self._sessions:
+            session.paused += 1
+        try:
+            yield
+        finally:
+            for session in self._sessions:
+                session.paused -= 1
+
+    def _component(self, model: FusedModel) -> Any:
+        return _component(self._pipe(), model.path)
+
+    def _is_current(self, pipe: DiffusionPipeline) -> bool:
+        """Whether every component is still the one accelerated and its forward still ours."""
+        return all(
+            self._component(session.model) is session.module and session.installed(pipe) for session in self._sessions
+        )
+
+    def __repr__(self) -> str:
+        return f"<fusedit.Handle {self._name} plan={self.plan.base!r} {'active' if self._active else 'restored'}>"
+
+
+def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, strict: bool = True) -> Handle:
+    """Make this pipeline faster in place; every later call of it runs rewritten code.
+
+    Only this object changes: no class and no library function is patched, another pipeline that shares a component
+    stays stock, and `Handle.restore()` undoes everything.
+
+    Args:
+        pipe: a diffusers pipeline whose denoiser a file of `fusedit.models` serves (`fusedit models` lists them).
+        plan: a tier name, a Plan, or the path of a plan JSON.
+        strict: raise when the denoiser cannot be served; False accelerates what it can and reports the rest.
+
+    Returns:
+        The handle. Accelerating again with an equal plan returns the same one; another plan replaces it.
+
+    Raises:
+        UnsupportedPipelineError: not a diffusers pipeline, or (strict) the denoiser or a float16 VAE cannot be served.
+        PlanError: unknown tier, plan file or rewrite name.
+    """
+    from diffusers import DiffusionPipeline
+
+    if not isinstance(pipe, DiffusionPipeline):
+        raise UnsupportedPipelineError(
+            f"accelerate() takes a diffusers pipeline, not a {type(pipe).__module__}.{type(pipe).__name__}; "
+            "load one with DiffusionPipeline.from_pretrained(...) or fusedit.load(...)"
+        )
+    chosen = Plan.of(plan)
+    _check_names(chosen)
+    current = _HANDLES.get(pipe)
+    if current is not None and current.plan == chosen and current._is_current(pipe):
+        return current
+    sessions: list[Session] = []
+    refusals: list[Refusal] = []
+    notes: list[str] = []
+    blocking: list[str] = []
+    for model in registry().values():
+        module = _component(pipe, model.path)
+        if module is None or not _served(module, model):
+            continue
+        reason = _refusal(pipe, module, model)
+        if reason is not None:
+            refusals += [Refusal(rewrite.name, reason) for rewrite in model.rewrites]
+            if model.denoiser or "float16" in reason:
+                blocking.append(reason)
+            continue
+        refusals += [
+            Refusal(rewrite.name, "switched off by the plan") for rewrite in model.rewrites if not chosen.enabled(rewrite.name)
+        ]
+        if any(chosen.enabled(rewrite.name) for rewrite in model.rewrites):
+            sessions.append(Session(model, module, chosen))
+            notes += model.notes
+    for name in _DENOISERS:
+        module = getattr(pipe, name, None)
+        if isinstance(module, nn.Module) and not any(_served(module, model) for model in registry().values()):
+            how = compiled_by(module)
+            reason = (
+                f"{name} is already compiled by {how}; accelerate the pipeline before, or instead of, compiling it"
+                if how
+                else f"no file of fusedit.models serves {name} of class {type(module).__name__}"
+            )
+            refusals.append(Refusal(name, reason))
+            blocking.append(reason)
+    if not sessions and not blocking:
+        blocking.append("none of its components is served by a file of fusedit.models")
+    if strict and blocking:
+        supported = ", ".join(sorted({name for model in registry().values() for name in model.pipelines}))
+        raise UnsupportedPipelineError(
+            f"{type(pipe).__name__} cannot be accelerated: {blocking[0]} "
+            f"(supported pipelines: {supported}; strict=False accelerates what it can and reports the rest)"
+        )
+    if current is not None:
+        current.restore()
+    for session in sessions:
+        session.install(pipe)
+    handle = Handle(pipe, chosen, sessions, refusals, notes)
+    _HANDLES[pipe] = handle
+    return handle
+
+
+def _component(pipe: Any, path: tuple[str, ...]) -> Any:
+    return reduce(lambda owner, name: getattr(owner, name, None), path, pipe)
+
+
+def _served(module: Any, model: type[FusedModel]) -> bool:
+    return type(module) is model.stock_class()
+
+
+def _check_names(plan: Plan) -> None:
+    known = [rewrite.name for model in registry().values() for rewrite in model.rewrites]
+    for name in plan.rewrites:
+        if name not in known:
+            raise PlanError(f"unknown rewrite {name!r} in the plan; known rewrites: {', '.join(known)}")
+
+
+def _refusal(pipe: Any, module: nn.Module, model: type[FusedModel]) -> str | None:
+    """Why this module cannot be served in this state, or None."""
+    name = ".".join(model.path)
+    owner = getattr(pipe, model.path[0])
+    if model.signature_now() != model.signature:
+        import diffusers
+
+        return (
+            f"{model.stock_class().__name__}.forward of diffusers {diffusers.__version__} takes other arguments than the "
+            "version this was written against; install diffusers 0.42"
+        )
+    quantiser = quantised_by(owner)
+    if quantiser is not None:
+        return f"{name} is already quantised by {quantiser}; load the unquantised weights to accelerate it"
+    compiled = compiled_by(owner)
+    if compiled is not None:
+        return f"{name} is already compiled by {compiled}; accelerate the pipeline instead of compiling it"
+    if foreign_forward(module):
+        return f"the forward of {name} was replaced by something else; undo that first"
+    if not model.denoiser and any(parameter.dtype == torch.float16 for parameter in module.parameters()):
+        return f"{name} is in float16, which overflows to black pictures; load it in bfloat16 or float32"
+    return model.refuse(module)

@@ -1,0 +1,149 @@
+"""Where a module's forward is replaced, on that instance alone, and taken out again.
+
+Other libraries wrap forwards too (accelerate's and diffusers' offload hooks), before or after us, and unwrap them in
+any order. So the replacement goes into the innermost place where the stock forward is referenced, and every reference
+to it that someone keeps after restore() behaves as the stock forward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+
+class Session(Protocol):
+    """What one pipeline wants of one module; see fusedit.session."""
+
+    def call(self, stock: Callable[..., Any], run: object | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def called_by_other(self, name: str) -> None: ...
+
+
+def calling_pipeline() -> DiffusionPipeline | None:
+    """The pipeline whose `__call__` is running in this thread, innermost first, or None for a direct call.
+
+    Two pipelines may share one transformer and only one be accelerated; the module alone cannot tell who calls.
+    """
+    from diffusers import DiffusionPipeline
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__call__":
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, DiffusionPipeline):
+                return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _stock_forward(module: nn.Module) -> MethodType:
+    return MethodType(type(module).forward, module)
+
+
+class FusedForward:
+    """Callable that stands where the stock forward of one module stood; copies and pickles as the stock forward."""
+
+    # Slots, no __dict__: functools.update_wrapper, which hook libraries use, would copy the latter into theirs.
+    __slots__ = ("__weakref__", "module", "sessions", "stock")
+    __name__ = "forward"
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.stock = _stock_forward(module)
+        self.sessions: weakref.WeakKeyDictionary[DiffusionPipeline, Session] = weakref.WeakKeyDictionary()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.stock)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self.sessions:
+            return self.stock(*args, **kwargs)
+        caller = calling_pipeline()
+        if caller is None:  # called directly: the pipeline accelerated last
+            session: Session | None = list(self.sessions.values())[-1]
+            run = None
+        else:
+            session = self.sessions.get(caller)
+            run = getattr(getattr(caller, "scheduler", None), "timesteps", None)
+        if session is None:
+            for other in self.sessions.values():
+                other.called_by_other(type(caller).__name__)
+            return self.stock(*args, **kwargs)
+        return session.call(self.stock, run, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
+        copied = memo.get(id(self.module))
+        return _stock_forward(self.module if copied is None else copied)
+
+    def __reduce__(self) -> tuple[Callable[[nn.Module], MethodType], tuple[nn.Module]]:
+        return _stock_forward, (self.module,)
+
+
+def _places(module: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Every (holder, attribute) through which a hook library reaches the forward it wrapped."""
+    namespace = module.__dict__
+    if "_old_forward" in namespace:  # accelerate
+        yield module, "_old_forward"
+    for reference in getattr(namespace.get("_diffusers_hook"), "_fn_refs", ()):  # diffusers
+        yield reference, "forward"
+        yield reference, "original_forward"
+    if "forward" in namespace:
+        yield module, "forward"
+
+
+def find(module: nn.Module) -> FusedForward | None:
+    """The FusedForward of this module, or None."""
+    for holder, name in _places(module):
+        value = getattr(holder, name)
+        if isinstance(value, FusedForward) and value.module is module:
+            return value
+    return None
+
+
+def _is_stock(value: Any, module: nn.Module) -> bool:
+    return isinstance(value, MethodType) and value.__self__ is module and value.__func__ is type(module).forward
+
+
+def foreign_forward(module: nn.Module) -> bool:
+    """Whether someone else replaced the forward in a way that leaves no reference to the stock one to replace."""
+    if find(module) is not None or "forward" not in module.__dict__:
+        return False
+    return not any(_is_stock(getattr(holder, name), module) for holder, name in _places(module))
+
+
+def install(module: nn.Module) -> FusedForward:
+    """Put a FusedForward where the stock forward is; returns the existing one if there is one."""
+    existing = find(module)
+    if existing is not None:
+        return existing
+    fused = FusedForward(module)
+    wrapped = False
+    for holder, name in _places(module):
+        if _is_stock(getattr(holder, name), module):
+            setattr(holder, name, fused)
+            wrapped = True
+    if not wrapped:
+        module.forward = fused
+    return fused
+
+
+def uninstall(fused: FusedForward) -> None:
+    """Put the stock forward back wherever the FusedForward stands. References elsewhere fall through to stock."""
+    module = fused.module
+    for holder, name in list(_places(module)):
+        if getattr(holder, name) is fused:
+            if holder is module and name == "forward":
+                del module.__dict__["forward"]
+            else:
+                setattr(holder, name, fused.stock)

@@ -1,0 +1,169 @@
+"""Products with the stock modules' weights: plain, into a slice of a larger buffer, and several packed into one.
+
+A packed group is one storage of which the stock parameters are views, so packing costs no memory. `.to()`, deepcopy,
+`load_state_dict(assign=True)` and LoRA merging break the views; each call compares addresses and packs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedit.runtime.counters import Counters
+
+
+def linear(layer: Any, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`layer(x)` for a plain nn.Linear or whatever replaced it (a LoRA layer), optionally into `out`.
+
+    x is [B, S, K], out [B, S, N] with contiguous columns; a slice of a larger buffer is written without a copy.
+    """
+    if type(layer) is not nn.Linear:
+        y = layer(x)
+        return y if out is None else out.copy_(y)
+    if out is None:
+        return F.linear(x, layer.weight, layer.bias)
+    return _into(x, layer.weight, layer.bias, out)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor | None:
+    """[B, S, K] as [B*S, K] without a copy, or None where the strides do not allow it."""
+    if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1):
+        return x.as_strided((x.shape[0] * x.shape[1], x.shape[2]), (x.stride(1), x.stride(2)))
+    return None
+
+
+def _into(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    rows_in, rows_out = _rows(x), _rows(out)
+    if rows_in is not None and rows_out is not None:
+        _product(rows_in, weight, bias, rows_out)
+    else:  # a slice along the sequence with batch > 1: one product an item still fills the chip at image sizes
+        for x_item, out_item in zip(x, out, strict=True):
+            _product(x_item, weight, bias, out_item)
+    return out
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+class PackedLinear:
+    """Linear layers that read the same input, run as one product.
+
+    Args:
+        parent: whose attributes the layers are; read at each call, since LoRA replaces them.
+        names: attribute names, in the order of the packed output.
+        rewrite: the rewrite it counts under.
+        counters: where it counts.
+        enabled: False runs separate products.
+    """
+
+    def __init__(
+        self, parent: Any, names: Sequence[str], rewrite: str, counters: Counters, *, enabled: bool = True
+    ) -> None:
+        self.parent, self.names, self.rewrite, self.counters, self.enabled = parent, names, rewrite, counters, enabled
+        # Addresses and storage sizes of parts that were seen adjacent. No tensor is kept: it would hold the packed
+        # storage alive on the GPU after the parameters have moved away.
+        self._packed: tuple[int, ...] | None = None
+
+    def layers(self) -> list[Any]:
+        return [getattr(self.parent, name) for name in self.names]
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, offloaded: bool = False) -> torch.Tensor:
+        """x [B, S, K] -> [B, S, N1 + N2 + ...]; `offloaded` says that weights move between calls, so never repack."""
+        layers = self.layers()
+        reason = self._why_separate(layers, offloaded) if self.enabled else "off"
+        if reason is None:
+            self.counters.ran(self.rewrite)
+            weight = _whole([layer.weight for layer in layers])
+            bias = None if layers[0].bias is None else _whole([layer.bias for layer in layers])
+            return F.linear(x, weight, bias) if out is None else _into(x, weight, bias, out)
+        if self.enabled:
+            self.counters.fell_back(self.rewrite, reason)
+        widths = [layer.out_features for layer in layers]
+        y = x.new_empty((*x.shape[:-1], sum(widths))) if out is None else out
+        for layer, part in zip(layers, y.split(widths, dim=-1), strict=True):
+            part.copy_(linear(layer, x))
+        return y
+
+    def _why_separate(self, layers: list[Any], offloaded: bool) -> str | None:
+        for name, layer in zip(self.names, layers, strict=True):
+            if type(layer) is not nn.Linear:
+                return f"{name} is a {type(layer).__module__.partition('.')[0]} {type(layer).__name__} layer"
+        weights = [layer.weight for layer in layers]
+        biases = [layer.bias for layer in layers]
+        if self._packed is not None and self._packed == _stamp(weights, biases):
+            return None
+        if len({bias is None for bias in biases}) > 1:
+            return "some layers have a bias and some have none"
+        if len({(w.dtype, w.device, w.shape[1]) for w in weights}) > 1:
+            return "layers differ in dtype, device or input width"
+        if not (_adjacent(weights) and (biases[0] is None or _adjacent(biases))):
+            if offloaded:
+                return "weights move between calls (offload), so they are not packed"
+            if not all(_sole_owner(t) for t in (*weights, *biases) if t is not None):
+                return "a weight shares its storage with another tensor"
+            try:
+                packed = [_pack(weights), None if biases[0] is None else _pack(biases)]
+            except torch.OutOfMemoryError:
+                return "out of memory while packing"
+            for group, whole in zip((weights, biases), packed, strict=True):
+                if whole is not None:
+                    for tensor, part in zip(group, whole.split([t.shape[0] for t in group]), strict=True):
+                        tensor.data = part
+            self.counters.event("weight groups packed")
+        self._packed = _stamp(weights, biases)
+        return None
+
+    def unpack(self) -> None:
+        """Give each parameter its own storage again."""
+        self._packed = None
+        layers = [layer for layer in map(_base, self.layers()) if layer is not None]
+        for group in ([layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]):
+            for tensor in group:
+                if not _sole_owner(tensor):
+                    tensor.data = tensor.data.clone()
+
+
+def _base(layer: Any) -> nn.Linear | None:
+    base = getattr(layer, "base_layer", layer)
+    return base if isinstance(base, nn.Linear) else None
+
+
+def _sole_owner(t: torch.Tensor) -> bool:
+    return t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+
+
+def _stamp(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    """Equal stamps mean the same parts at the same places in a storage of the same size: still adjacent."""
+    parts = [t for t in (*weights, *biases) if t is not None]
+    heads = [t for t in (weights[0], biases[0]) if t is not None]
+    return (*(t.data_ptr() for t in parts), *(t.untyped_storage().nbytes() for t in heads))
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the tensors lie one behind the other in one storage."""
+    return all(
+        a.is_contiguous()
+        and b.is_contiguous()
+        and a.data_ptr() + a.numel() * a.element_size() == b.data_ptr()
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        for a, b in pairwise(tensors)
+    )
+
+
+def _pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.detach() for t in tensors])
+
+
+def _whole(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The packed tensor that adjacent parts are views of."""
+    first = tensors[0].detach()
+    return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())

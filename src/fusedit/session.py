@@ -1,0 +1,95 @@
+"""Session: one fused model serving one pipeline; decides for each call whether the fused forward or stock runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedit.models import FusedModel
+from fusedit.plan import Plan
+from fusedit.runtime.counters import Counters
+from fusedit.runtime.inspect_module import inner_reason
+from fusedit.runtime.install import FusedForward, find, install, uninstall
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+class Session:
+    """The life of one rewrite set on one module for one pipeline.
+
+    Args:
+        model: the FusedModel subclass that serves the module.
+        module: the stock module.
+        plan: what to switch on.
+    """
+
+    def __init__(self, model: type[FusedModel], module: nn.Module, plan: Plan) -> None:
+        self.module = module
+        self.counters = Counters()
+        self.model = model(module, plan, self.counters)
+        self.rewrites = [rewrite for rewrite in model.rewrites if plan.enabled(rewrite.name)]
+        self.paused = 0
+        self._forward: FusedForward | None = None
+
+    def install(self, pipe: Any) -> None:
+        self._forward = install(self.module)
+        self._forward.sessions[pipe] = self
+
+    def installed(self, pipe: Any) -> bool:
+        fused = find(self.module)
+        return fused is not None and fused.sessions.get(pipe) is self
+
+    def uninstall(self, pipe: Any) -> None:
+        """Take this session out; the last one to leave puts the stock forward and the separate weights back."""
+        self.model.cache.clear()
+        fused = self._forward or find(self.module)
+        self._forward = None
+        if fused is None:
+            return
+        if pipe is not None:
+            fused.sessions.pop(pipe, None)
+        if not fused.sessions:
+            uninstall(fused)
+            self.model.unpack()
+
+    def called_by_other(self, name: str) -> None:
+        self.counters.all_fell_back(self._names(), f"called by a {name} that shares this module and is not accelerated")
+
+    def call(self, stock: Callable[..., Any], run: object | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One forward: fused where it may, else stock with the reason counted."""
+        if self.paused:
+            return stock(*args, **kwargs)
+        reason = self._why_stock(args, kwargs)
+        if reason is not None:
+            self.counters.all_fell_back(self._names(), reason)
+            return stock(*args, **kwargs)
+        self.model.cache.begin(run)
+        with torch.no_grad():
+            return self.model.forward(*args, **kwargs)
+
+    def _names(self) -> list[str]:
+        return [rewrite.name for rewrite in self.rewrites]
+
+    def _why_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if torch.is_grad_enabled() and (
+            any(tensor.requires_grad for tensor in _tensors([*args, *kwargs.values()]))
+            or any(parameter.requires_grad for parameter in self.module.parameters())
+        ):
+            return "gradients are needed (call under torch.no_grad to use the fused forward)"
+        device = next(self.module.parameters()).device.type
+        if torch.is_autocast_enabled(device):
+            return "autocast is on"
+        if getattr(self.module, "_compiled_call_impl", None) is not None:
+            return "the module was compiled after accelerate()"
+        return inner_reason(self.module, self.model.known) or self.model.needs_stock(args, kwargs)
