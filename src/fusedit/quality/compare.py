@@ -1,0 +1,323 @@
+"""compare(): the same pictures by stock and by the accelerated pipeline, interleaved in one process, and a verdict."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedit.defaults import guidance_note, model_name, request_for
+from fusedit.drawing import Drawing, Request, device_of, draw, initial_noise
+from fusedit.environment import environment
+from fusedit.errors import ArgumentError, NonFiniteError, UnsupportedPipelineError
+from fusedit.plan import Plan
+from fusedit.progress import Progress
+from fusedit.quality.gates import Gates, Verdict, judge
+from fusedit.quality.guilty import Guilt, find_guilty
+from fusedit.quality.metrics import flip_installed, flip_map, measure, psnr, relative_l2
+from fusedit.quality.noise import BaselineNoise
+from fusedit.quality.reference import compute_dtype, fp32_twin, twin
+from fusedit.quality.result import Comparison, Failure, Pair
+from fusedit.report import Report
+from fusedit.timing import Lap, Timing
+from fusedit.validation import check_choice, check_prompts, check_seeds
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+NOISE_PAIRS = 3  # pictures that stock draws twice, to know its own noise; the first time is the warm-up
+
+
+def compare(
+    pipe: DiffusionPipeline,
+    prompts: str | Sequence[str],
+    plan: Plan | str | Path = "exact",
+    seeds: Sequence[int] = (0, 1),
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    negative: str | None = None,
+    true_cfg: float | None = None,
+    reference: str | None = None,
+    min_psnr: float | None = None,
+    min_ssim: float | None = None,
+    gate_on: str = "min",
+    flip: bool | None = None,
+    strict: bool = True,
+    search: bool = True,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Draw every prompt with every seed twice, by stock and by the plan, and say what it did to time and picture.
+
+    The caller's pipeline is not changed: a twin over the same components is accelerated and restored. If the pipeline
+    is accelerated already, its handle stays in force and its counters do not move.
+
+    Args:
+        pipe: a diffusers text-to-image pipeline.
+        prompts: one or several; the list is never modified and "" is a prompt.
+        plan: a tier name, a Plan, or the path of a plan JSON.
+        seeds: each makes one picture of each prompt, from one CPU generator of its own.
+        height, width: pixels, multiples of 16; None: the model's own.
+        steps, guidance: None: the model's own; guidance 0 is a value.
+        negative, true_cfg: negative prompt and FLUX's true CFG scale.
+        reference: None or `same`: stock in the same dtype; `fp32` draws stock in fp32 too and adds the yardstick.
+        min_psnr, min_ssim: gates in dB and -1 to 1; None: the rule of `exact` for the dtype (fusedit.quality.gates).
+        gate_on: `min` judges the worst pair, `median` the middle one.
+        flip: True demands FLIP, None takes it where flip-evaluator is installed, False leaves it out.
+        strict: as in accelerate().
+        search: look for the guilty rewrite when the verdict is red.
+        progress: where to show progress; None is silent.
+
+    Returns:
+        The comparison. A red verdict is a result, not an exception.
+
+    Raises:
+        UsageError: any argument is out of range, or the pipeline or plan is not supported; nothing was drawn.
+        NonFiniteError: a weight holds NaN or infinity.
+        DeviceMemoryError: the device ran out of memory; the pipeline is usable.
+    """
+    from fusedit.pipeline import accelerate
+
+    _check_pipe(pipe)
+    chosen = Plan.of(plan)
+    requests = [
+        request_for(
+            pipe, prompt, seed, width=width, height=height, steps=steps, guidance=guidance, negative=negative,
+            true_cfg=true_cfg,
+        )
+        for prompt in check_prompts(prompts)
+        for seed in check_seeds(seeds)
+    ]  # fmt: skip
+    wanted = check_choice("same" if reference is None else reference, ("same", "fp32"), "reference")
+    dtype = compute_dtype(pipe)
+    gates = Gates.of(
+        dtype, min_psnr=min_psnr, min_ssim=min_ssim, on=gate_on, fp32_reference=wanted == "fp32" and dtype != "fp32"
+    )
+    if flip and not flip_installed():
+        flip_map(*[torch.zeros(16, 16, 3).numpy()] * 2)  # raises the error that names the extra, before any drawing
+    bench = _Bench(twin(pipe), requests, progress or Progress())
+    bench.handle = accelerate(bench.pipe, chosen, strict=strict)
+    try:
+        exact = bench.draw_fp32(pipe) if wanted == "fp32" and dtype != "fp32" else {}
+        bench.warm_up()
+        pairs = [bench.pair(index, exact.get(index), flip) for index in range(len(requests))]
+        report = bench.handle.report()
+        verdict = judge(pairs, gates, requests[0].size)
+        guilt = _search(bench, chosen, pairs, gates, verdict, report) if search and not verdict.passed else None
+    finally:
+        bench.handle.restore()
+        _rest(pipe)
+    return Comparison(
+        model=model_name(pipe),
+        pipeline=type(pipe).__name__,
+        plan=chosen.to_dict(),
+        device=device_of(pipe).type,
+        dtype=dtype,
+        size=requests[0].size,
+        steps=requests[0].steps,
+        guidance=requests[0].guidance,
+        reference=wanted,
+        stock=Timing.of(bench.laps["stock"], bench.warm["stock"]),
+        fused=Timing.of(bench.laps["fused"], bench.warm["fused"]),
+        speedup_measured=bench.speedup(),
+        pairs=tuple(pairs),
+        noise=BaselineNoise.of(bench.twice),
+        rewritten=report.rewritten,
+        refused=report.refused,
+        notes=(*report.notes, *_notes(pipe, report, wanted, dtype, guidance)),
+        verdict=verdict,
+        guilt=guilt,
+        environment=environment(device_of(pipe)),
+    )
+
+
+class _Bench:
+    """One twin pipeline, its handle, and everything drawn with it so far."""
+
+    def __init__(self, pipe: Any, requests: Sequence[Request], progress: Progress) -> None:
+        self.pipe = pipe
+        self.requests = requests
+        self.progress = progress
+        self.handle: Any = None
+        self.warm: dict[str, list[Lap]] = {"stock": [], "fused": []}
+        self.laps: dict[str, list[Lap]] = {"stock": [], "fused": []}
+        self.ratios: list[float] = []
+        self.twice: list[tuple[Drawing, Drawing]] = []
+        self.first: dict[int, Drawing] = {}
+
+    def attempt(self, arm: str, index: int, what: str | None = None) -> Drawing | Failure:
+        """Draw one picture; NaN or infinity becomes a Failure, except in a weight, which spoils every picture."""
+        request = self.requests[index]
+        self.progress.picture(what or f"{arm}, {request.prompt[:32]!r} seed {request.seed}")
+        try:
+            with self.handle.paused() if arm == "stock" else nullcontext():
+                return draw(self.pipe, request, on_step=self.progress.step)
+        except NonFiniteError as error:
+            if error.stage == "weights":
+                raise
+            return Failure(arm, error.stage, error.step, f"{arm}, seed {request.seed}: {error}")
+        finally:
+            self.progress.finish_picture()
+
+    def warm_up(self) -> None:
+        """First calls pay for what later ones do not; stock's also serve to measure its own noise."""
+        repeated = min(NOISE_PAIRS, len(self.requests))
+        self.progress.begin("warm-up", repeated + 1)
+        for index in range(repeated):
+            drawn = self.attempt("stock", index)
+            if isinstance(drawn, Drawing):
+                self.warm["stock"].append(drawn.lap)
+                self.first[index] = drawn
+        drawn = self.attempt("fused", 0)
+        if isinstance(drawn, Drawing):
+            self.warm["fused"].append(drawn.lap)
+        self.progress.begin("comparing", 2 * len(self.requests))
+
+    def pair(self, index: int, exact: Drawing | None, flip: bool | None) -> Pair:
+        """Both arms back to back, the first one changing from pair to pair, so that drift favours neither."""
+        arms = ("stock", "fused") if index % 2 == 0 else ("fused", "stock")
+        drawn = {arm: self.attempt(arm, index) for arm in arms}
+        stock, fused = drawn["stock"], drawn["fused"]
+        for arm, drawing in drawn.items():
+            if isinstance(drawing, Drawing):
+                self.laps[arm].append(drawing.lap)
+        if isinstance(stock, Drawing) and index in self.first:
+            self.twice.append((self.first.pop(index), stock))
+        if isinstance(stock, Drawing) and isinstance(fused, Drawing):
+            self.ratios.append(stock.lap.total_s / fused.lap.total_s)
+        return _measured(self.requests[index], stock, fused, exact, flip)
+
+    def speedup(self) -> float | None:
+        return statistics.median(self.ratios) if self.ratios else None
+
+    def draw_fp32(self, pipe: Any) -> dict[int, Drawing]:
+        """Stock in fp32 from the same initial noise, before anything is timed; its copies of the weights go again."""
+        with self.handle.paused():
+            exact = fp32_twin(self.pipe)
+        drawings = {}
+        self.progress.begin("stock fp32", len(self.requests))
+        for index, request in enumerate(self.requests):
+            self.progress.picture(f"seed {request.seed}")
+            noise = initial_noise(pipe, request).float()
+            drawings[index] = draw(exact, request, noise=noise, on_step=self.progress.step)
+            self.progress.finish_picture()
+        del exact
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return drawings
+
+
+def _measured(
+    request: Request, stock: Drawing | Failure, fused: Drawing | Failure, exact: Drawing | None, flip: bool | None
+) -> Pair:
+    failures = tuple(arm for arm in (stock, fused) if isinstance(arm, Failure))
+    drawn = [arm for arm in (fused, stock) if isinstance(arm, Drawing)]
+    wrong = [arm.size for arm in drawn if arm.size != request.size]
+    size = wrong[0] if wrong else drawn[0].size if drawn else None
+    stock_pixels = stock.pixels if isinstance(stock, Drawing) else None
+    fused_pixels = fused.pixels if isinstance(fused, Drawing) else None
+    if isinstance(stock, Failure) or isinstance(fused, Failure) or wrong:
+        return Pair(request.prompt, request.seed, size, failures=failures, stock=stock_pixels, fused=fused_pixels)
+    found = measure(stock.pixels, fused.pixels, flip)
+    return Pair(
+        prompt=request.prompt,
+        seed=request.seed,
+        size=size,
+        psnr_db=found.psnr_db,
+        ssim=found.ssim,
+        max_abs_diff=found.max_abs_diff,
+        flip=found.flip,
+        latents_rel_l2=relative_l2(stock.latents, fused.latents),
+        stock_fp32_db=None if exact is None else psnr(exact.pixels, stock.pixels),
+        fused_fp32_db=None if exact is None else psnr(exact.pixels, fused.pixels),
+        stock=stock_pixels,
+        fused=fused_pixels,
+        flip_map=found.flip_map,
+    )
+
+
+def _search(
+    bench: _Bench, plan: Plan, pairs: Sequence[Pair], gates: Gates, verdict: Verdict, report: Report
+) -> Guilt | None:
+    """Find the guilty rewrite with the worst pair that stock draws well, or say that stock shows it too."""
+    from fusedit.pipeline import accelerate
+
+    stock_failed = [failure for pair in pairs for failure in pair.failures if failure.arm == "stock"]
+    candidates = [index for index, pair in enumerate(pairs) if pair.stock is not None]
+    if not candidates:
+        first, pair = stock_failed[0], pairs[0]
+        return Guilt((), f"stock shows it too: {first.message}", pair.prompt, pair.seed, first.step, ())
+    names = [site.site for site in report.rewritten]
+    worst = min(candidates, key=lambda index: _badness(pairs[index]))
+    pair = pairs[worst]
+    failure = next((failure for failure in pair.failures if failure.arm == "fused"), None)
+    if not names or pair.stock is None:
+        return None
+    stock_pixels = pair.stock
+    bench.progress.begin("looking for the guilty rewrite", len(names))
+
+    def good_without(off: tuple[str, ...]) -> bool:
+        bench.handle = accelerate(bench.pipe, plan.without(*off), strict=False)
+        drawn = bench.attempt("fused", worst, f"without {', '.join(off)[:48]}")
+        if isinstance(drawn, Failure) or drawn.pixels.shape != stock_pixels.shape:
+            return False
+        if failure is not None:
+            return True
+        again = measure(stock_pixels, drawn.pixels, flip=False)
+        return again.psnr_db >= gates.min_psnr and again.ssim >= gates.min_ssim
+
+    return find_guilty(
+        names,
+        good_without,
+        prompt=pair.prompt,
+        seed=pair.seed,
+        step=None if failure is None else failure.step,
+        symptom=failure.message.partition(";")[0] if failure is not None else verdict.reasons[0],
+    )
+
+
+def _badness(pair: Pair) -> float:
+    """Pairs in the order in which they deserve a look: not drawn by fused first, then by PSNR."""
+    return float("-inf") if pair.psnr_db is None else pair.psnr_db
+
+
+def _notes(pipe: Any, report: Report, reference: str, dtype: str, guidance: float | None) -> list[str]:
+    notes = []
+    never = [site for site in report.rewritten if site.fused == 0]
+    for site in never:
+        why = "; ".join(site.reasons) or "the model never reached it"
+        notes.append(f"warning: {site.site} never ran fused: {why}")
+    if len(never) == len(report.rewritten):
+        notes.append("warning: no rewrite ran, so this compares stock with stock")
+    if reference == "fp32" and dtype == "fp32":
+        notes.append("the pipeline is in fp32 already, so stock is the fp32 reference")
+    note = guidance_note(pipe, guidance)
+    return [*notes, note] if note else notes
+
+
+def _check_pipe(pipe: Any) -> None:
+    from diffusers import DiffusionPipeline
+
+    if not isinstance(pipe, DiffusionPipeline):
+        raise UnsupportedPipelineError(
+            f"compare() takes a diffusers pipeline, not a {type(pipe).__name__}; load one with fusedit.load(...)"
+        )
+    if getattr(pipe, "transformer", None) is None:
+        raise ArgumentError(f"this {type(pipe).__name__} has no transformer loaded; load the whole pipeline")
+
+
+def _rest(pipe: Any) -> None:
+    """Offloaded components go back to where they wait, as after a call of the caller's own pipeline."""
+    hooks = getattr(pipe, "maybe_free_model_hooks", None)
+    if hooks is not None:
+        hooks()
+
+
