@@ -1,0 +1,123 @@
+"""What every op asks of its arguments: one sentence naming the argument, with its shape, dtype and device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from fusedit.errors import OpError
+
+Tensor = torch.Tensor
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def show(t: object) -> str:
+    """`bfloat16[1, 4608, 3072] on cuda:0`."""
+    if not isinstance(t, Tensor):
+        return f"{type(t).__name__} {t!r}"
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
+
+
+def activation(op: str, name: str, x: Any, letters: str) -> None:
+    """`x` is a floating point tensor with one dimension a letter."""
+    if not isinstance(x, Tensor):
+        raise OpError(f"{op}: {name} must be a tensor, not {show(x)}")
+    if x.dtype not in FLOATS:
+        raise OpError(f"{op}: {name} must be float16, bfloat16 or float32, not {show(x)}")
+    if x.ndim != len(letters):
+        raise OpError(f"{op}: {name} must be [{', '.join(letters)}], not {show(x)}")
+
+
+def like(op: str, name: str, t: Any, x: Tensor, shape: Sequence[int] | None = None) -> None:
+    """`t` has the dtype and device of `x`, and its shape unless another is given."""
+    want = tuple(x.shape if shape is None else shape)
+    if not isinstance(t, Tensor):
+        raise OpError(f"{op}: {name} must be a tensor, not {show(t)}")
+    if t.dtype != x.dtype or t.device != x.device or tuple(t.shape) != want:
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise OpError(f"{op}: {name} must be {dtype}{list(want)} on {x.device}, not {show(t)}")
+
+
+def vector(op: str, name: str, t: Any, x: Tensor, shape: tuple[int, ...], letters: Sequence[str]) -> None:
+    """`t` is a floating point tensor of this shape on the device of `x`; its dtype may differ (fp32 weights)."""
+    if not isinstance(t, Tensor):
+        raise OpError(f"{op}: {name} must be a tensor, not {show(t)}")
+    if t.dtype not in FLOATS or t.device != x.device or tuple(t.shape) != shape:
+        raise OpError(
+            f"{op}: {name} must be [{', '.join(letters)}] = {list(shape)}, floating point on {x.device}, not {show(t)}"
+        )
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the very same elements in the same order."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two strided tensors share any element of memory (exact, but for hopelessly tangled strides: then True)."""
+    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    if a.dtype != b.dtype:
+        return _overlap_bytes(a, b)
+    return _overlap(b.storage_offset() - a.storage_offset(), a.shape, a.stride(), b.shape, b.stride())
+
+
+def self_overlap(t: Tensor) -> bool:
+    """Whether two indices of one tensor may name the same element (expanded tensors)."""
+    reach = 0
+    for stride, size in sorted((s, n) for n, s in zip(t.shape, t.stride(), strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _overlap_bytes(a: Tensor, b: Tensor) -> bool:
+    def extent(t: Tensor) -> tuple[int, int]:
+        start = t.data_ptr()
+        reach = sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
+        return start, start + (reach + 1) * t.element_size()
+
+    (a0, a1), (b0, b1) = extent(a), extent(b)
+    return a0 < b1 and b0 < a1
+
+
+@lru_cache(maxsize=4096)
+def _overlap(
+    delta: int, shape_a: tuple[int, ...], stride_a: tuple[int, ...], shape_b: tuple[int, ...], stride_b: tuple[int, ...]
+) -> bool:
+    """Is `sum i*stride_a = delta + sum j*stride_b` solvable? Bounded search, largest stride first."""
+    ranges: dict[int, list[int]] = {}
+    for sizes, strides, sign in ((shape_a, stride_a, 1), (shape_b, stride_b, -1)):
+        for size, stride in zip(sizes, strides, strict=True):
+            if size > 1 and stride:
+                low_high = ranges.setdefault(stride, [0, 0])
+                low_high[0 if sign < 0 else 1] += sign * (size - 1)
+    terms = sorted(ranges.items(), reverse=True)
+    reach = [(0, 0)]
+    for stride, (low, high) in reversed(terms):
+        reach.append((reach[-1][0] + stride * low, reach[-1][1] + stride * high))
+    reach.reverse()
+    budget = 20_000
+    stack = [(0, delta)]
+    while stack:
+        depth, rest = stack.pop()
+        low_sum, high_sum = reach[depth]
+        if not low_sum <= rest <= high_sum:
+            continue
+        if depth == len(terms):
+            return True
+        budget -= 1
+        if budget == 0:
+            return True
+        stride, (low, high) = terms[depth]
+        next_low, next_high = reach[depth + 1]
+        first = max(low, -((next_high - rest) // stride))
+        last = min(high, (rest - next_low) // stride)
+        stack.extend((depth + 1, rest - stride * k) for k in range(first, last + 1))
+        if len(stack) > budget:
+            return True
+    return False

@@ -1,0 +1,397 @@
+"""Op: one piece of arithmetic, its implementations, and the decorator that registers a file of ops/."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_type_hints
+
+import torch
+
+from fusedit.errors import OpError
+from fusedit.ops import _check, _triton
+from fusedit.ops._cases import Case
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Tensor = torch.Tensor
+
+EXACTNESS: Final = ("bitwise", "reordered", "lossy")
+"""`bitwise`: the same bits as stock; `reordered`: the same mathematics, other rounding; `lossy`: approximates."""
+
+_LIBRARY: Final = torch.library.Library("fusedit", "FRAGMENT")
+_SCHEMA: Final[Mapping[Any, str]] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    int: "int",
+    bool: "bool",
+}
+
+
+class Cost(NamedTuple):
+    """What one call moves through device memory and computes, at the least."""
+
+    bytes: int
+    flops: int
+
+
+class Backend(NamedTuple):
+    """The implementation that serves a call, and why no faster one does (empty when the first choice serves)."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Build:
+    """One variant of one kernel, as the launcher would compile it: enough to compile it without a GPU."""
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int
+    traits: frozenset[str] = field(default_factory=frozenset)
+    """`vector`: every global access of an activation is 128 bits wide; `no-spill`: no local memory."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        kernel: Any,
+        types: Mapping[str, str],
+        constexprs: Mapping[str, Any],
+        num_warps: int,
+        *traits: str,
+    ) -> Build:
+        """`types` gives the pointers' and floats' types; every other number is i32, as at a launch."""
+        signature = {p: "constexpr" if p in constexprs else types.get(p, "i32") for p in kernel.arg_names}
+        return cls(name, kernel, signature, dict(constexprs), num_warps, frozenset(traits))
+
+
+class Op(Generic[P, R]):
+    """One op: callable like the function it was made of, with every implementation and its description beside it.
+
+    Attributes:
+        name: the name of the file and of the function.
+        exactness: one of EXACTNESS, against the stock formulation.
+        summary: first line of the file's docstring.
+        reference: plain torch in fp32 (fp64 for fp64 inputs), the definition of right.
+        cost: same arguments as the op (meta tensors will do) -> Cost.
+        cases: the shapes that tests, benchmarks and tuning share.
+        ran: how often each backend served a call in this process.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[P, R],
+        *,
+        summary: str,
+        exactness: str,
+        reference: Callable[..., Any],
+        plain: Callable[..., Any],
+        check: Callable[..., tuple[Sequence[int], ...]],
+        cost: Callable[..., Cost],
+        cases: Sequence[Case],
+        builds: Callable[[], Sequence[Build]],
+        backend: Callable[..., Backend] | None,
+        limit: Callable[..., str] | None,
+        reads: Callable[..., tuple[Tensor, ...]] | None,
+        fits: Callable[[Tensor], bool],
+        allocate: Callable[..., Tensor],
+        mixed: bool,
+    ) -> None:
+        if exactness not in EXACTNESS:
+            raise ValueError(f"exactness {exactness!r} is none of {', '.join(EXACTNESS)}")
+        self.name = launch.__name__
+        self.summary = summary
+        self.exactness = exactness
+        self.reference = reference
+        self.cost = cost
+        self.cases = tuple(cases)
+        self.ran: Counter[str] = Counter()
+        self.__doc__ = launch.__doc__
+        self.__name__ = launch.__name__
+        self.__wrapped__ = launch
+        self._launch = launch
+        self._plain = plain
+        self._check = check
+        self._builds = builds
+        self._choose = backend
+        self._limit = limit
+        self._reads = reads
+        self._fits = fits
+        self._allocate = allocate
+        self._mixed = mixed
+        self._first, self._outputs = self._register(launch)
+        self._functional = getattr(torch.ops.fusedit, self.name).default
+        self._mutating = getattr(torch.ops.fusedit, f"{self.name}_out").default
+
+    def __repr__(self) -> str:
+        return f"<op {self.name}: {self.summary}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        # The dispatcher costs about 15 us a call: only tracers, which must see one node, go through it.
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return cast(R, self._traced(args, dict(kwargs)))
+        out = kwargs.pop("out", None)
+        return cast(R, self._run(args, kwargs, out))
+
+    def plain(self, *args: Any, out: Any = None, **kwargs: Any) -> R:
+        """Plain torch in the input's dtype: on a CPU, without triton, and where a plan switches the rewrite off."""
+        if not self._mixed:
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+            dtype = tensors[0].dtype
+            if any(t.dtype is not dtype for t in tensors):
+                return self._plain_mixed(dtype, args, kwargs, out)
+        return cast(R, self._plain(*args, out=out, **kwargs))
+
+    def backend(self, *args: Any, **kwargs: Any) -> Backend:
+        """Which implementation would serve this call, and why no faster one does."""
+        if self._choose is not None:
+            return self._choose(*args, **kwargs)
+        x = self._lead(args, kwargs)
+        usable, reason = _triton.status(x.device, x.dtype)
+        if usable and x.dtype is torch.float64:
+            usable, reason = False, "no kernels for float64"
+        if usable and self._limit is not None:
+            reason = self._limit(*args, **kwargs)
+            usable = not reason
+        return Backend("triton", "") if usable else Backend("plain", reason)
+
+    def builds(self) -> tuple[Build, ...]:
+        """Every kernel variant that the models' sizes need, for compilation ahead of time; empty without triton."""
+        return tuple(self._builds()) if _triton.status()[0] else ()
+
+    # -- how a call runs ---------------------------------------------------------------------------------------------
+
+    def _lead(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return args[0] if args else kwargs[self._first]
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+        shapes = self._check(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._refuse_grad((*args, *kwargs.values()))
+        x: Tensor = self._lead(args, kwargs)
+        outs = None if out is None else self._accept(out, shapes, x, args, kwargs)
+        if any(0 in shape for shape in shapes):
+            return out if outs is not None else self._pack([self._allocate(x, shape) for shape in shapes])
+        backend = self.backend(*args, **kwargs)
+        self.ran[backend.name] += 1
+        if backend.name == "plain":
+            result = self.plain(*args, **kwargs, out=out)
+            return out if out is not None else result
+        if outs is None:
+            outs = [self._allocate(x, shape) for shape in shapes]
+        direct = [t if self._fits(t) else self._allocate(x, t.shape) for t in outs]
+        launch = cast(Callable[..., Any], self._launch)
+        if x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                launch(*args, **kwargs, out=self._pack(direct))
+        else:
+            launch(*args, **kwargs, out=self._pack(direct))
+        for target, made in zip(outs, direct, strict=True):
+            if target is not made:
+                target.copy_(made)
+        return out if out is not None else self._pack(outs)
+
+    def _traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        out = kwargs.pop("out", None)
+        if torch.is_grad_enabled():
+            self._refuse_grad((*args, *kwargs.values()))
+        if out is None:
+            return self._functional(*args, **kwargs)
+        if self._outputs == 1:
+            self._mutating(*args, **kwargs, out=out)
+        else:
+            self._mutating(*args, **kwargs, **{f"out_{place}": t for place, t in enumerate(out)})
+        return out
+
+    def _plain_mixed(self, dtype: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
+        """Weights kept in another dtype than the activations: compute in the wider one, round once."""
+
+        def wide(t: Any) -> Any:
+            return t.to(torch.promote_types(t.dtype, torch.float32)) if isinstance(t, Tensor) else t
+
+        made = self._plain(*map(wide, args), out=None, **{key: wide(value) for key, value in kwargs.items()})
+        made = [made] if self._outputs == 1 else list(made)
+        if out is None:
+            return self._pack([t.to(dtype) for t in made])
+        for target, t in zip([out] if self._outputs == 1 else out, made, strict=True):
+            target.copy_(t)
+        return out
+
+    def _pack(self, tensors: list[Tensor]) -> Any:
+        return tensors[0] if self._outputs == 1 else tuple(tensors)
+
+    def _refuse_grad(self, values: Sequence[Any]) -> None:
+        if any(isinstance(t, Tensor) and t.requires_grad for t in values):
+            raise OpError(f"{self.name} has no gradient: call it under torch.no_grad(), or use the stock module")
+
+    def _accept(
+        self, out: Any, shapes: Sequence[Sequence[int]], x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """Checks `out`: shape, dtype, device, and that it lies on an input exactly or not at all."""
+        outs = [out] if self._outputs == 1 else list(out) if isinstance(out, tuple | list) else []
+        if len(outs) != self._outputs:
+            raise OpError(f"{self.name}: out must be a tuple of {self._outputs} tensors")
+        if self._reads is not None:
+            inputs = list(self._reads(*args, **kwargs))
+        else:
+            inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        for place, (target, shape) in enumerate(zip(outs, shapes, strict=True)):
+            name = "out" if self._outputs == 1 else f"out[{place}]"
+            _check.like(self.name, name, target, x, shape)
+            if torch.is_grad_enabled() and target.requires_grad:
+                raise OpError(f"{self.name}: {name} requires a gradient; call it under torch.no_grad()")
+            if _check.self_overlap(target):
+                raise OpError(f"{self.name}: {name} has several indices for one element (strides {target.stride()})")
+            for index, source in enumerate(inputs):
+                exact = _check.same_place(target, source) and (self._reads is None or index == place)
+                if not exact and _check.overlap(target, source):
+                    raise OpError(
+                        f"{self.name}: {name} {_check.show(target)} partly overlaps an input {_check.show(source)}; "
+                        "it may lie exactly on an input of its shape, or apart from all"
+                    )
+            for other in outs[:place]:
+                if _check.overlap(target, other):
+                    raise OpError(f"{self.name}: {name} overlaps another output")
+        return outs
+
+    # -- torch.library -----------------------------------------------------------------------------------------------
+
+    def _register(self, launch: Callable[..., Any]) -> tuple[str, int]:
+        hints = get_type_hints(launch)
+        outputs = 1 if hints["return"] is Tensor else len(hints["return"].__args__)
+        parameters = [p for p in inspect.signature(launch).parameters.values() if p.name != "out"]
+        declared = []
+        for p in parameters:
+            default = "" if p.default is inspect.Parameter.empty else f"={p.default!r}"
+            declared.append(f"{_SCHEMA[hints[p.name]]} {p.name}{default}")
+        names = ["out"] if outputs == 1 else [f"out_{place}" for place in range(outputs)]
+        results = "Tensor" if outputs == 1 else "(" + ", ".join(["Tensor"] * outputs) + ")"
+        targets = ", ".join(f"Tensor({chr(97 + place)}!) {name}" for place, name in enumerate(names))
+        inputs = ", ".join(declared)
+
+        def functional(*args: Any, **kwargs: Any) -> Any:
+            return self._run(args, kwargs, None)
+
+        def mutating(*args: Any, **kwargs: Any) -> None:
+            outs = [kwargs.pop(name) for name in names]
+            self._run(args, kwargs, self._pack(outs))
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            shapes = self._check(*args, **kwargs)
+            return self._pack([self._allocate(self._lead(args, kwargs), shape) for shape in shapes])
+
+        def fake_out(*args: Any, **kwargs: Any) -> None:
+            outs = [kwargs.pop(name) for name in names]
+            for target, shape in zip(outs, self._check(*args, **kwargs), strict=True):
+                _check.like(self.name, "out", target, self._lead(args, kwargs), shape)
+
+        for name, schema, implementation, meta in (
+            (self.name, f"({inputs}) -> {results}", functional, fake),
+            (f"{self.name}_out", f"({inputs}, *, {targets}) -> ()", mutating, fake_out),
+        ):
+            _LIBRARY.define(name + schema)
+            _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"fusedit::{name}", meta, lib=_LIBRARY)
+        return parameters[0].name, outputs
+
+
+def _empty(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+def _rows_fit(t: Tensor) -> bool:
+    return t.stride(-1) == 1 or t.shape[-1] == 1
+
+
+def op(
+    *,
+    exactness: str,
+    reference: Callable[..., Any],
+    plain: Callable[..., Any],
+    check: Callable[..., tuple[Sequence[int], ...]],
+    cost: Callable[..., Cost],
+    cases: Sequence[Case],
+    builds: Callable[[], Sequence[Build]] = tuple,
+    backend: Callable[..., Backend] | None = None,
+    limit: Callable[..., str] | None = None,
+    reads: Callable[..., tuple[Tensor, ...]] | None = None,
+    fits: Callable[[Tensor], bool] = _rows_fit,
+    allocate: Callable[..., Tensor] = _empty,
+    mixed: bool = False,
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Turns the launcher of a file of ops/ into its Op and registers `fusedit::name` and `fusedit::name_out`.
+
+    The launcher gets checked arguments and an `out` that is always there, non-empty and laid out as `fits` asks.
+
+    Args:
+        check: same arguments -> shapes of the results; raises OpError.
+        plain: same arguments and `out` (may be None) -> the results; may assume one dtype unless `mixed`.
+        builds: kernel variants to compile ahead of time.
+        backend: chooses among library kernels; default: the Triton kernel where it can run, else plain torch.
+        limit: same arguments -> why the kernel cannot take them, or "".
+        reads: same arguments -> the views that are read, the i-th of which the i-th output may lie on exactly;
+            default: every tensor argument, and any output may lie exactly on any of them.
+        fits: whether the kernel can write into a tensor as it lies; if not, it writes a temporary that is copied.
+        allocate: (first argument, shape) -> an empty result.
+        mixed: plain takes tensors of several dtypes itself.
+    """
+
+    def wrap(launch: Callable[P, R]) -> Op[P, R]:
+        summary = (inspect.getmodule(launch).__doc__ or "").strip().splitlines()  # type: ignore[union-attr]
+        return Op(
+            launch,
+            summary=summary[0] if summary else "",
+            exactness=exactness,
+            reference=reference,
+            plain=plain,
+            check=check,
+            cost=cost,
+            cases=cases,
+            builds=builds,
+            backend=backend,
+            limit=limit,
+            reads=reads,
+            fits=fits,
+            allocate=allocate,
+            mixed=mixed,
+        )
+
+    return wrap
+
+
+def wide(*tensors: Any) -> Any:
+    """References compute in fp32, and in fp64 where the input is fp64."""
+    made = [None if t is None else t if t.dtype is torch.float64 else t.float() for t in tensors]
+    return made[0] if len(made) == 1 else made
+
+
+@cache
+def registry() -> Mapping[str, Op[..., Any]]:
+    """Every op by name. Each file of ops/ whose name has no leading underscore must define exactly the op of its name."""
+    package = importlib.import_module("fusedit.ops")
+    found = {}
+    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
+        if not module.startswith("_"):
+            found[module] = load(module)
+    return found
+
+
+def load(name: str) -> Op[..., Any]:
+    """The op of one file of ops/; raises where the file breaks the rule."""
+    module = importlib.import_module(f"fusedit.ops.{name}")
+    ops = {key: value for key, value in vars(module).items() if isinstance(value, Op)}
+    own = [key for key, value in ops.items() if value.__wrapped__.__module__ == module.__name__]
+    if own != [name] or ops[name].name != name:
+        raise ImportError(f"fusedit/ops/{name}.py must define exactly one op, named {name}; it defines {own}")
+    return ops[name]
