@@ -20,7 +20,7 @@ class Defaults:
     text_tokens: int | None = None
 
 
-_MODELS: Final = {
+MODELS: Final = {
     "tiny-flux": Defaults(Size(256, 256), 20, 3.5),
     "tiny-z-image": Defaults(Size(256, 256), 9, 0.0),
 }
@@ -50,7 +50,7 @@ def model_name(pipe: Any) -> str:
 
 def defaults_for(pipe: Any) -> Defaults:
     """The defaults of this pipeline, by its model's name where that is embedded, else by its class."""
-    known = _MODELS.get(model_name(pipe))
+    known = MODELS.get(model_name(pipe))
     if known is not None:
         return known
     found = _CLASSES.get(type(pipe).__name__, _OTHER)

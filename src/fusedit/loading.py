@@ -148,7 +148,7 @@ def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> DiffusionPip
             raise
         if local:
             raise UnsupportedPipelineError(
-                f"directory {name!r} cannot be loaded as a diffusers pipeline: {_short(error)}; download or save it again"
+                f"directory {name!r} cannot be loaded as a diffusers pipeline: {_short(error)}; save it again"
             ) from None
         if isinstance(error, OSError):  # no network, no such id, no such file: the library's own text is a paragraph
             raise ModelNotFoundError(
@@ -195,3 +195,28 @@ def _short(error: BaseException) -> str:
     """The first sentence of somebody else's error, without its paragraphs of advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].split(". ")[0].rstrip(".")[:200] if lines else type(error).__name__
+
+
+def load_for(name: str, *, dtype: str | None, device: str | None, lora: str | None) -> DiffusionPipeline:
+    """load(), with a LoRA on top where one is named: what the command line's --model and --lora mean.
+
+    Raises:
+        ModelNotFoundError: no such LoRA file or directory.
+        UnsupportedPipelineError: the file is no LoRA for this model, or the pipeline takes none.
+    """
+    if lora is not None and not Path(lora).expanduser().exists():
+        raise ModelNotFoundError(f"LoRA {lora!r} does not exist; give the path of a .safetensors file or its folder")
+    pipe = load(name, dtype=dtype, device=device)
+    if lora is not None:
+        path = Path(lora).expanduser()
+        if not hasattr(pipe, "load_lora_weights"):
+            raise UnsupportedPipelineError(f"{type(pipe).__name__} takes no LoRA; leave --lora out")
+        try:
+            with quiet_loading():
+                if path.is_file():
+                    pipe.load_lora_weights(str(path.parent), weight_name=path.name)
+                else:
+                    pipe.load_lora_weights(str(path))
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, NotImplementedError) as error:
+            raise UnsupportedPipelineError(f"LoRA {lora!r} cannot be loaded here: {_short(error)}") from None
+    return pipe

@@ -90,7 +90,7 @@ def check_seed(seed: Any) -> int:
 
 def check_seeds(seeds: Any) -> tuple[int, ...]:
     """One or more different seeds, as a tuple of their own."""
-    if isinstance(seeds, numbers.Integral) or isinstance(seeds, str | bytes) or not isinstance(seeds, Iterable):
+    if isinstance(seeds, numbers.Integral | str | bytes) or not isinstance(seeds, Iterable):
         raise ArgumentError(f"seeds must be a list of whole numbers, not {seeds!r}; for one seed give [{seeds}]")
     values = tuple(check_seed(seed) for seed in seeds)
     if not values:

@@ -319,5 +319,3 @@ def _rest(pipe: Any) -> None:
     hooks = getattr(pipe, "maybe_free_model_hooks", None)
     if hooks is not None:
         hooks()
-
-

@@ -58,7 +58,7 @@ def find_guilty(
         guilty = cured
         sentence = f"{symptom}: caused by rewrite {cured[0]} (gone when it is switched off)"
     elif len(cured) > 1:
-        # Any one of several cures it: they spoil the picture together, or it is so close to the gate that chance decides.
+        # Any one of several cures it: they spoil it together, or it is so close to the gate that chance decides.
         guilty = cured if len(cured) <= len(tried) // 2 else ()
         sentence = f"{symptom}: gone when any one of {', '.join(cured)} is switched off"
     else:

@@ -104,7 +104,7 @@ def flip_map(reference: NDArray[np.float32], picture: NDArray[np.float32]) -> ND
         from flip_evaluator import evaluate
     except Exception as error:  # a broken binary wheel raises anything; the remedy is the same
         raise MissingExtraError(
-            f"FLIP needs flip-evaluator, which cannot be imported ({error}); install it with pip install 'fusedit[fidelity]'"
+            f"FLIP needs flip-evaluator, which cannot be imported ({error}); pip install 'fusedit[fidelity]' brings it"
         ) from None
     found: Any = evaluate(
         np.ascontiguousarray(reference), np.ascontiguousarray(picture), "LDR", applyMagma=False, computeMeanError=False

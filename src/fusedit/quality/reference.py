@@ -41,7 +41,7 @@ def fp32_twin(pipe: Any) -> Any:
             raise ArgumentError(
                 f"the fp32 reference needs a copy of {name}, which is offloaded; compare before enabling offload"
             )
-        if getattr(module, "hf_quantizer", None) is not None or getattr(module, "quantization_method", None) is not None:
+        if any(getattr(module, name, None) is not None for name in ("hf_quantizer", "quantization_method")):
             raise ArgumentError(f"the fp32 reference needs the unquantised weights of {name}; load those")
         vars(other)[name] = out_of_memory_as_error(
             lambda module=module: copy.deepcopy(module).to(torch.float32), f"copying {name} to fp32", other

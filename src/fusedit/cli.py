@@ -1,0 +1,277 @@
+"""The command line: parses, calls the public functions, prints. Everything heavy is imported inside the commands.
+
+Exit codes: 0 done, 1 a gate failed or a picture held NaN or infinity, 2 wrong use, 3 a defect in fusedit itself.
+Results go to standard output, everything else to standard error. An error is one sentence, and with --json also
+`{"error": {"type", "message"}}` on standard output.
+"""
+
+from __future__ import annotations
+
+import functools
+import json as json_module
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from fusedit.errors import FuseditError, NonFiniteError
+
+app = typer.Typer(
+    name="fusedit",
+    help="Makes diffusion-transformer image generation faster in place, and shows what it did to the picture.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Embedded model, local diffusers directory, or hub id.")]
+PlanName = Annotated[str, typer.Option("--plan", help="A tier (exact) or the path of a plan JSON.")]
+SizeText = Annotated[str | None, typer.Option("--size", metavar="WxH", help="Pixels, multiples of 16.")]
+Steps = Annotated[int | None, typer.Option("--steps", help="Denoising steps.")]
+Guidance = Annotated[float | None, typer.Option("--guidance", help="Guidance scale; 0 is a value.")]
+Negative = Annotated[str | None, typer.Option("--negative", help="Negative prompt.")]
+TrueCfg = Annotated[float | None, typer.Option("--true-cfg", help="FLUX: scale of real guidance against --negative.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", metavar="fp32|bf16", help="Default: bf16 on a GPU, else fp32.")]
+Device = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda", help="Default: the GPU, if there is one.")]
+Lora = Annotated[str | None, typer.Option("--lora", help="LoRA file or directory, loaded by diffusers.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def reporting(command: Command) -> Command:
+    """Turn every error into one sentence and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read at its import: no advice about image processors
+        try:
+            return command(*args, **kwargs)
+        except FuseditError as error:
+            code = 1 if isinstance(error, NonFiniteError) and error.stage != "weights" else 2
+            raise typer.Exit(fail(error, code, bool(kwargs.get("json")))) from None
+        except KeyboardInterrupt:
+            typer.echo("fusedit: interrupted", err=True)
+            raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            if os.environ.get("FUSEDIT_DEBUG"):
+                raise
+            raise typer.Exit(fail(error, 3, bool(kwargs.get("json")))) from None
+
+    return run  # type: ignore[return-value]
+
+
+def fail(error: Exception, code: int, json: bool) -> int:
+    """Print an error and return the exit code."""
+    message = " ".join(str(error).split())
+    if code == 3:
+        message = f"unexpected {type(error).__name__}: {message} (FUSEDIT_DEBUG=1 shows where)"
+    if json:
+        print_json({"error": {"type": type(error).__name__, "message": message}})
+    typer.echo(f"fusedit: {message}", err=True)
+    return code
+
+
+def print_json(data: Any) -> None:
+    from fusedit.files import plain
+
+    typer.echo(json_module.dumps(plain(data), indent=2, allow_nan=False))
+
+
+def console() -> Any:
+    """A rich console for results: the terminal's width, or 120 columns of plain text in a pipe."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=120, color_system=None)
+
+
+def version(value: bool) -> None:
+    if value:
+        from fusedit import __version__
+
+        typer.echo(f"fusedit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Makes diffusion-transformer image generation faster in place, and shows what it did to the picture."""
+
+
+@app.command(epilog='Example: fusedit generate "a red apple, 3d style" --seed 7 --size 256x256 -o apple.png')
+@reporting
+def generate(
+    prompt: Annotated[str, typer.Argument(help='What to draw; "" is a prompt too.')],
+    model: Model = "tiny-flux",
+    plan: PlanName = "exact",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the first picture.")] = 0,
+    size: SizeText = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    count: Annotated[int, typer.Option("--count", "-n", help="How many pictures: seeds seed, seed + 1, ...")] = 1,
+    negative: Negative = None,
+    true_cfg: TrueCfg = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    lora: Lora = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="PNG file; several get -SEED.")] = Path("fusedit.png"),
+    json: Json = False,
+) -> None:
+    """Draw pictures with the accelerated pipeline; settings go into the PNG and into a JSON beside it."""
+    from fusedit.generate import Job, generate_files
+
+    job = Job.of(
+        prompt=prompt,
+        model=model,
+        plan=plan,
+        seed=seed,
+        size=size,
+        steps=steps,
+        guidance=guidance,
+        count=count,
+        negative=negative,
+        true_cfg=true_cfg,
+        dtype=dtype,
+        device=device,
+        lora=lora,
+        output=output,
+    )
+    result = generate_files(job, quiet=json)
+    if json:
+        print_json(result)
+        return
+    for note in result["notes"]:
+        typer.echo(f"note: {note}", err=True)
+    for image in result["images"]:
+        typer.echo(f"{image['path']}  seed {image['seed']}, {image['size']}, {image['total_s']:.2f} s")
+
+
+@app.command(
+    epilog='Example: fusedit compare --model tiny-z-image --prompt "a red apple" --prompt "a fox" --out out/compare'
+)
+@reporting
+def compare(
+    prompts: Annotated[list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")],
+    model: Model = "tiny-flux",
+    plan: PlanName = "exact",
+    seeds: Annotated[list[int] | None, typer.Option("--seed", help="May be given several times. Default: 0 1.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for report.html, result.json and the PNGs.")] = None,
+    size: SizeText = None,
+    steps: Steps = None,
+    guidance: Guidance = None,
+    negative: Negative = None,
+    true_cfg: TrueCfg = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    lora: Lora = None,
+    reference: Annotated[
+        str, typer.Option("--reference", metavar="same|fp32", help="fp32 adds stock fp32 as the yardstick.")
+    ] = "same",
+    min_psnr: Annotated[
+        float | None, typer.Option("--min-psnr", help="Gate in dB. Default: 45 in bf16, 80 in fp32.")
+    ] = None,
+    min_ssim: Annotated[float | None, typer.Option("--min-ssim", help="Gate. Default: 0.98.")] = None,
+    gate_on: Annotated[
+        str, typer.Option("--gate-on", metavar="min|median", help="Which pair the gates judge.")
+    ] = "min",
+    flip: Annotated[
+        bool | None, typer.Option("--flip/--no-flip", help="FLIP map. Default: where flip-evaluator is installed.")
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search/--no-search", help="Look for the guilty rewrite when the verdict is red.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Draw the same pictures with stock and with the plan; print times and fidelity; exit with 1 if a gate failed."""
+    from fusedit.cli_compare import run_compare
+    from fusedit.validation import parse_size
+
+    result = run_compare(
+        model=model,
+        device=device,
+        dtype=dtype,
+        lora=lora,
+        out=out,
+        quiet=json,
+        prompts=prompts,
+        plan=plan,
+        seeds=seeds if seeds is not None else [0, 1],
+        size=parse_size(size) if size is not None else None,
+        steps=steps,
+        guidance=guidance,
+        negative=negative,
+        true_cfg=true_cfg,
+        reference=reference,
+        min_psnr=min_psnr,
+        min_ssim=min_ssim,
+        gate_on=gate_on,
+        flip=flip,
+        search=search,
+    )
+    if json:
+        print_json(result.to_dict())
+    else:
+        from fusedit.quality.table import print_table
+
+        print_table([result], console())
+        if out is not None:
+            typer.echo(f"report: {out / 'report.html'}")
+    if not result.verdict.passed:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: fusedit doctor --json")
+@reporting
+def doctor(json: Json = False) -> None:
+    """Say what this machine has, which tiers and ops work here, and which do not and why. Never fails."""
+    from fusedit.doctor import examine, print_findings
+
+    found = examine()
+    print_json(found) if json else print_findings(found, console())
+
+
+@app.command(epilog="Example: fusedit models")
+@reporting
+def models(json: Json = False) -> None:
+    """List the embedded models, the stock classes supported, and every rewrite with its exactness."""
+    from fusedit.catalogue import catalogue, print_catalogue
+
+    found = catalogue()
+    print_json(found) if json else print_catalogue(found, console())
+
+
+@app.command(epilog="Example: fusedit demo --out out/demo")
+@reporting
+def demo(
+    out: Annotated[Path, typer.Option("--out", help="Folder for report.html, result.json and the PNGs.")] = Path(
+        "out/demo"
+    ),
+    json: Json = False,
+) -> None:
+    """Compare stock and `exact` on both embedded models, four prompts each, and write a report page."""
+    from fusedit.demo import run_demo
+
+    results, written = run_demo(out, quiet=json)
+    if json:
+        print_json({"results": [result.to_dict() for result in results]})
+    else:
+        from fusedit.quality.table import print_table
+
+        print_table(results, console())
+        typer.echo(f"report: {written[0]}")
+    if not all(result.verdict.passed for result in results):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the `fusedit` command."""
+    app()

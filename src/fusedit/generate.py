@@ -1,0 +1,171 @@
+"""`fusedit generate`: from checked settings to PNG files that say how they were made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusedit.files import check_file, json_bytes, png_bytes, write_together
+from fusedit.plan import Plan
+from fusedit.report import Report
+from fusedit.validation import (
+    Size,
+    check_count,
+    check_guidance,
+    check_prompt,
+    check_seed,
+    check_steps,
+    dtype_name,
+    parse_size,
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line asked for, checked; None means the model's own default."""
+
+    prompt: str
+    model: str
+    plan: Plan
+    seeds: tuple[int, ...]
+    size: Size | None
+    steps: int | None
+    guidance: float | None
+    negative: str | None
+    true_cfg: float | None
+    dtype: str | None
+    device: str | None
+    lora: str | None
+    files: tuple[Path, ...]
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        prompt: str,
+        model: str,
+        plan: str | Plan,
+        seed: int,
+        size: str | None,
+        steps: int | None,
+        guidance: float | None,
+        count: int,
+        negative: str | None,
+        true_cfg: float | None,
+        dtype: str | None,
+        device: str | None,
+        lora: str | None,
+        output: Path,
+    ) -> Job:
+        """Check everything that can be checked before a model is loaded.
+
+        Raises:
+            UsageError: any value is out of range, or the output cannot be written.
+        """
+        first, last = check_seed(seed), check_seed(seed + check_count(count) - 1)
+        seeds = tuple(range(first, last + 1))
+        target = check_file(output, ".png")
+        files = [
+            target if count == 1 else target.with_name(f"{target.stem}-{number}{target.suffix}") for number in seeds
+        ]
+        return cls(
+            prompt=check_prompt(prompt),
+            model=model,
+            plan=Plan.of(plan),
+            seeds=seeds,
+            size=None if size is None else parse_size(size),
+            steps=None if steps is None else check_steps(steps),
+            guidance=None if guidance is None else check_guidance(guidance),
+            negative=negative,
+            true_cfg=None if true_cfg is None else check_guidance(true_cfg),
+            dtype=None if dtype is None else dtype_name(dtype),
+            device=device,
+            lora=lora,
+            files=tuple(check_file(path, ".png") for path in files),
+        )
+
+
+def generate_files(job: Job, *, quiet: bool) -> dict[str, Any]:
+    """Draw the pictures one by one, each from its own seed alone, and write each as soon as it is done.
+
+    Returns:
+        JSON data: `images` with path, seed, size and times, `report`, `notes` and the settings they share.
+
+    Raises:
+        FuseditError: see `load`, `accelerate` and `draw`; pictures finished before stay.
+    """
+    from fusedit.defaults import guidance_note, model_name, request_for
+    from fusedit.drawing import device_of, draw
+    from fusedit.environment import environment
+    from fusedit.loading import load_for
+    from fusedit.pipeline import accelerate
+    from fusedit.progress import Progress, progress_on
+    from fusedit.quality.reference import compute_dtype
+
+    pipe = load_for(job.model, dtype=job.dtype, device=job.device, lora=job.lora)
+    requests = [
+        request_for(
+            pipe,
+            job.prompt,
+            seed,
+            width=job.size.width if job.size else None,
+            height=job.size.height if job.size else None,
+            steps=job.steps,
+            guidance=job.guidance,
+            negative=job.negative,
+            true_cfg=job.true_cfg,
+        )
+        for seed in job.seeds
+    ]
+    handle = accelerate(pipe, job.plan)
+    shared = {
+        "model": model_name(pipe),
+        "pipeline": type(pipe).__name__,
+        "prompt": job.prompt,
+        "negative": job.negative,
+        "true_cfg": job.true_cfg,
+        "lora": job.lora,
+        "steps": requests[0].steps,
+        "guidance": requests[0].guidance,
+        "dtype": compute_dtype(pipe),
+        "device": device_of(pipe).type,
+        "plan": handle.plan.to_dict(),
+        "environment": environment(device_of(pipe)),
+    }
+    images = []
+    before = handle.report()
+    with Progress() if quiet else progress_on() as progress:
+        progress.begin("drawing", len(requests))
+        for request, path in zip(requests, job.files, strict=True):
+            progress.picture(f"seed {request.seed}")
+            drawing = draw(pipe, request, on_step=progress.step)
+            progress.finish_picture()
+            report = handle.report()
+            image = {
+                "path": str(path),
+                "seed": request.seed,
+                "size": str(drawing.size),
+                "total_s": drawing.lap.total_s,
+                "peak_bytes": drawing.lap.peak_bytes,
+            }
+            settings = {**shared, **image, "path": path.name, "report": counted_since(before, report)}
+            write_together({path: png_bytes(drawing.pixels, settings), path.with_suffix(".json"): json_bytes(settings)})
+            images.append(image)
+            before = report
+    notes = [note for note in (guidance_note(pipe, job.guidance), *handle.report().notes) if note]
+    notes += [f"warning: {site.site} never ran fused" for site in handle.report().rewritten if not site.fused]
+    return {**shared, "images": images, "report": handle.report().to_dict(), "notes": notes}
+
+
+def counted_since(before: Report, after: Report) -> dict[str, Any]:
+    """The report with only what was counted between two reports of one handle, so that each picture has its own."""
+    data = after.to_dict()
+    earlier = {site.site: site for site in before.rewritten}
+    for site in data["rewritten"]:
+        past = earlier[site["site"]]
+        site["fused"] -= past.fused
+        site["stock"] -= past.stock
+        site["reasons"] = dict(Counter(site["reasons"]) - Counter(past.reasons))
+    return data
