@@ -1,0 +1,354 @@
+"""Z-Image: the fused forward of ZImageTransformer2DModel in its basic mode (one image and one caption an item).
+
+Images and captions live in one buffer, image first, so that the joint layers need no concatenation: where all images
+have the same padded length, patches are embedded, and the image refiner works, right inside it. Between two products
+there is one pass over the residual stream: norm of the branch, tanh gate, add, next norm and its scale. What does not
+depend on the time step (caption embedding and refiner, rotary tables, masks) is computed once a run.
+
+Letters: B items, X image tokens and T caption tokens (padded as stock does), S = X + T, C channels, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from fusedit import ops
+from fusedit.models._model import FusedModel, Rewrite
+from fusedit.plan import Plan
+from fusedit.runtime.counters import Counters
+from fusedit.runtime.inspect_module import offload_hook
+from fusedit.runtime.linear import PackedLinear, linear
+from fusedit.runtime.lora_scale import lora_scaled
+from fusedit.runtime.z_image_layout import Layout, Table, patches, unpatched
+
+_QKV: Final = ("to_q", "to_k", "to_v")
+_NOTHING: Final = nn.Module()
+# The norm after a residual: weight [C] and scale [B, C] (None in the caption's refiner).
+_Norm = tuple[torch.Tensor, torch.Tensor | None]
+_Mods = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class ZImage(FusedModel):
+    stock = "diffusers.models.transformers.transformer_z_image:ZImageTransformer2DModel"
+    path = ("transformer",)
+    denoiser = True
+    pipelines = ("ZImagePipeline", "ZImageImg2ImgPipeline", "ZImageInpaintPipeline", "ZImageControlNetPipeline")
+    signature = (
+        "x",
+        "t",
+        "cap_feats",
+        "return_dict",
+        "controlnet_block_samples",
+        "siglip_feats",
+        "image_noise_mask",
+        "patch_size",
+        "f_patch_size",
+        "joint_attention_kwargs",
+    )
+    known = frozenset({"Attention", "FeedForward", "FinalLayer", "TimestepEmbedder", "ZImageTransformerBlock"})
+    rewrites = (
+        Rewrite("z_image.packed_qkv", "reordered", "q, k and v as one product"),
+        Rewrite("z_image.packed_ffn", "reordered", "both input products of the feed-forward layer as one"),
+        Rewrite("z_image.norm_modulate", "reordered", "RMSNorm or LayerNorm and scale in one pass"),
+        Rewrite("z_image.gated_residual", "reordered", "norm, tanh gate, residual, next norm and scale in one pass"),
+        Rewrite("z_image.qk_norm_rope", "reordered", "RMSNorm and rotary embedding of q and k in place, in fp32"),
+        Rewrite("z_image.swiglu", "reordered", "gated product on the halves of the packed product, in place"),
+        Rewrite("z_image.attention", "reordered", "attention by the fastest library kernel"),
+        Rewrite("z_image.image_rows", "reordered", "the last layer without the caption rows that nothing reads"),
+        Rewrite("z_image.hoist", "bitwise", "caption refiner, rotary tables and masks once a run, not once a step"),
+    )
+
+    def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
+        super().__init__(module, plan, counters)
+        self.norm = self.site("z_image.norm_modulate", ops.rms_norm_modulate)
+        self.final_norm = self.site("z_image.norm_modulate", ops.layer_norm_modulate)
+        self.gate = self.site("z_image.gated_residual", ops.rms_gated_residual)
+        self.gate_norm = self.site("z_image.gated_residual", ops.rms_gated_residual_rms_norm)
+        self.rope = self.site("z_image.qk_norm_rope", ops.qk_norm_rope)
+        self.swiglu = self.site("z_image.swiglu", ops.swiglu)
+        self.attention = self.site("z_image.attention", ops.attention)
+        m: Any = module
+        self.noise_refiner = [_Block(block, self) for block in m.noise_refiner]
+        self.context_refiner = [_Block(block, self) for block in m.context_refiner]
+        self.layers = [_Block(block, self) for block in m.layers]
+
+    def unpack(self) -> None:
+        for block in (*self.noise_refiner, *self.context_refiner, *self.layers):
+            block.qkv.unpack()
+            block.w13.unpack()
+
+    @classmethod
+    def refuse(cls, module: nn.Module) -> str | None:
+        config: Any = module.config
+        if not config.qk_norm:
+            return "qk_norm is off: q and k are not normalised"
+        if config.n_kv_heads != config.n_heads:
+            return f"n_kv_heads {config.n_kv_heads} differs from n_heads {config.n_heads}"
+        if any(size % 2 for size in config.axes_dims):
+            return f"axes_dims {config.axes_dims} has an odd entry"
+        return None
+
+    def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        m: Any = self.module
+        given = dict(zip(self.signature, args, strict=False)) | kwargs
+        if "joint_attention_kwargs" in given and "joint_attention_kwargs" not in kwargs:
+            return "joint_attention_kwargs was given by position, where stock ignores its scale"
+        images, captions = given["x"], given["cap_feats"]
+        if given.get("siglip_feats") is not None or given.get("image_noise_mask") is not None:
+            return "omni mode (siglip_feats or image_noise_mask)"
+        for name, parts, ndim in (("x", images, 4), ("cap_feats", captions, 2)):
+            if not isinstance(parts, list | tuple) or not parts:
+                return f"{name} is a {type(parts).__name__}, not a list of tensors"
+            if isinstance(parts[0], list):
+                return "omni mode (nested lists)"
+            if any(part.ndim != ndim or part.shape[0] == 0 for part in parts):
+                return f"{name} has a tensor that is empty or not {ndim}-dimensional"
+        if len(images) != len(captions):
+            return f"{len(images)} images for {len(captions)} captions"
+        p, f = given.get("patch_size", 2), given.get("f_patch_size", 1)
+        if p not in m.all_patch_size or f not in m.all_f_patch_size:
+            return f"patch size {p}, {f} that this model does not have"
+        if any(image.shape[1] % f or image.shape[2] % p or image.shape[3] % p for image in images):
+            return "an image that is no whole number of patches"
+        if m.gradient_checkpointing and torch.is_grad_enabled():
+            return "gradient checkpointing"
+        return _attention_reason(m)
+
+    def forward(
+        self,
+        x: Sequence[torch.Tensor],
+        t: torch.Tensor,
+        cap_feats: Sequence[torch.Tensor],
+        return_dict: bool = True,
+        controlnet_block_samples: dict[int, torch.Tensor] | None = None,
+        siglip_feats: None = None,
+        image_noise_mask: None = None,
+        patch_size: int = 2,
+        f_patch_size: int = 1,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """The stock arguments and results; see ZImageTransformer2DModel.forward."""
+        from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+        m: Any = self.module
+        key = f"{patch_size}-{f_patch_size}"
+        final = m.all_final_layer[key]
+        with lora_scaled(m, joint_attention_kwargs):
+            layout = self._layout(x, cap_feats, patch_size, f_patch_size)
+            captions = self._captions(cap_feats, layout)
+            temb = m.t_embedder(t * m.t_scale).type_as(x[0])
+            if temb.shape[0] != len(x):
+                temb = temb.expand(len(x), -1)
+            n = self._joint(x, captions, temb, layout, m.all_x_embedder[key], controlnet_block_samples or {})
+            n = self.final_norm(n, final.adaLN_modulation(temb), None, final.norm_final.eps)
+            sample = unpatched(linear(final.linear, n), layout, m.out_channels)
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+    def _layout(self, x: Sequence[torch.Tensor], cap_feats: Sequence[torch.Tensor], patch: int, frames: int) -> Layout:
+        """Lengths, rotary tables and masks of this call: kept for the run, one for each set of sizes in it."""
+        rope: Any = self.module.rope_embedder
+        if rope.freqs_cis is None or rope.freqs_cis[0].device != x[0].device:
+            rope(torch.zeros(1, len(rope.axes_dims), dtype=torch.int64, device=x[0].device))
+        kept: dict[Any, Layout] = self.hoisted("z_image.hoist", tuple(rope.freqs_cis), _NOTHING, dict)
+        key = (tuple(i.shape for i in x), tuple(c.shape[0] for c in cap_feats), patch, frames)
+        if key not in kept:
+            kept[key] = Layout.of(*key, rope, x[0].device)
+        return kept[key]
+
+    def _captions(self, cap_feats: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+        """The refined captions [B, T, C], rows beyond an item's own padded length zero."""
+        m: Any = self.module
+        owner = nn.ModuleList([m.cap_embedder, m.context_refiner])
+        owner.pad = m.cap_pad_token
+        inputs = (*cap_feats, *m.rope_embedder.freqs_cis)
+        captions: torch.Tensor = self.hoisted("z_image.hoist", inputs, owner, lambda: self._refined(cap_feats, layout))
+        return captions
+
+    def _refined(self, cap_feats: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+        m: Any = self.module
+        norm, product = m.cap_embedder
+        h = m.cap_pad_token.new_empty(len(cap_feats), layout.captions.length, m.dim)
+        for i, feats in enumerate(cap_feats):
+            count, end = feats.shape[0], layout.caption_lengths[i]
+            linear(product, self.norm(feats[None], norm.weight, None, norm.eps), out=h[i : i + 1, :count])
+            h[i, count:end] = m.cap_pad_token
+            h[i, end:] = 0
+        if len(m.context_refiner):
+            n = self.norm(h, *_first(m.context_refiner, None), _eps(m.context_refiner))
+            self._chain(self.context_refiner, h, n, [_NO_MODS] * len(self.context_refiner), layout.captions, None)
+            for i, end in enumerate(layout.caption_lengths):
+                h[i, end:] = 0
+        return h
+
+    def _joint(
+        self,
+        x: Sequence[torch.Tensor],
+        captions: torch.Tensor,
+        temb: torch.Tensor,
+        layout: Layout,
+        embedder: Any,
+        residuals: dict[int, torch.Tensor],
+    ) -> torch.Tensor:
+        """Everything between the embedding of the patches and the final layer: the image rows [B, X, C] after it."""
+        m: Any = self.module
+        wide, long = layout.images.length, layout.joint.length
+        h = captions.new_empty(len(x), long, m.dim)
+        image = h[:, :wide] if layout.uniform else captions.new_empty(len(x), wide, m.dim)
+        self._embed(x, image, layout, embedder)
+        refine = [_mods(block, temb) for block in m.noise_refiner]
+        mods = [_mods(block, temb) for block in m.layers]
+        n = torch.empty_like(h)
+        n_image = n[:, :wide] if layout.uniform else torch.empty_like(image)
+        then = _first(m.layers, mods) if layout.uniform and mods else None
+        if refine:
+            self.norm(image, *_first(m.noise_refiner, refine), _eps(m.noise_refiner), out=n_image)
+            self._chain(self.noise_refiner, image, n_image, refine, layout.images, then)
+        if layout.uniform:
+            h[:, wide:] = captions
+        else:
+            for i, (a, b) in enumerate(zip(layout.image_lengths, layout.caption_lengths, strict=True)):
+                h[i, :a], h[i, a : a + b], h[i, a + b :] = image[i, :a], captions[i, :b], 0
+        if mods:
+            part = slice(wide, None) if refine and then else slice(None)  # the rows that have no norm yet
+            self.norm(h[:, part], *_first(m.layers, mods), _eps(m.layers), out=n[:, part])
+            rows = wide if self.plan.enabled("z_image.image_rows") else None
+            if rows is not None:
+                self.counters.ran("z_image.image_rows")
+            self._chain(self.layers, h, n, mods, layout.joint, None, residuals, rows)
+        return h[:, :wide]
+
+    def _embed(self, x: Sequence[torch.Tensor], image: torch.Tensor, layout: Layout, embedder: Any) -> None:
+        """Patches -> image [B, X, C], with the pad token up to an item's own padded length and zeros beyond."""
+        pad = self.module.x_pad_token
+        if layout.one_size:
+            count = layout.image_tokens[0]
+            linear(embedder, patches(x, layout), out=image[:, :count])
+            image[:, count:] = pad
+            return
+        for i, (count, end) in enumerate(zip(layout.image_tokens, layout.image_lengths, strict=True)):
+            linear(embedder, patches(x[i : i + 1], layout, i), out=image[i : i + 1, :count])
+            image[i, count:end] = pad
+            image[i, end:] = 0
+
+    def _chain(
+        self,
+        blocks: list[_Block],
+        h: torch.Tensor,
+        n: torch.Tensor,
+        mods: list[_Mods],
+        table: Table,
+        then: _Norm | None,
+        residuals: dict[int, torch.Tensor] | None = None,
+        rows: int | None = None,
+    ) -> None:
+        """Blocks on the residual stream h, in place. n holds the first block's normed input and leaves with the norm
+        `then`; of the last block only the first `rows` rows are computed."""
+        offloaded = offload_hook(self.module)
+        qkv = h.new_empty(*h.shape[:2], 3 * h.shape[2])
+        for i, block in enumerate(blocks):
+            last = i + 1 == len(blocks)
+            stock = block.stock
+            scale_mlp, gate_attention, gate_mlp = mods[i][2], mods[i][1], mods[i][3]
+            y = block.attend(n, qkv, table, offloaded, rows if last else None)
+            if y.shape[1] < h.shape[1]:
+                h, n = h[:, : y.shape[1]], torch.empty_like(y)
+            eps = stock.attention_norm2.eps
+            inner = (stock.attention_norm2.weight, gate_attention, stock.ffn_norm1.weight, scale_mlp, eps)
+            self.gate_norm(h, y, *inner, out=(h, n))
+            block.feed(n, y, offloaded)
+            following = then if last else (blocks[i + 1].stock.attention_norm1.weight, mods[i + 1][0])
+            branch = (y, stock.ffn_norm2.weight, gate_mlp)
+            extra = None if residuals is None else residuals.get(i)
+            if following is not None and extra is None:
+                self.gate_norm(h, *branch, *following, eps, out=(h, n))
+                continue
+            self.gate(h, *branch, eps, out=h)
+            if extra is not None:
+                h += extra[:, : h.shape[1]]
+                if following is not None:
+                    self.norm(h, *following, eps, out=n)
+
+    @staticmethod
+    def tiny(**changes: Any) -> nn.Module:
+        from diffusers import ZImageTransformer2DModel
+
+        config: dict[str, Any] = {
+            "in_channels": 4,
+            "dim": 48,
+            "n_layers": 3,
+            "n_refiner_layers": 2,
+            "n_heads": 3,
+            "n_kv_heads": 3,
+            "cap_feat_dim": 20,
+            "axes_dims": [4, 6, 6],
+            "axes_lens": [512, 64, 64],
+        }
+        return ZImageTransformer2DModel(**{**config, **changes}).eval()
+
+
+class _Block:
+    """The products of one block: attention up to its output product, and the feed-forward layer."""
+
+    def __init__(self, block: Any, model: ZImage) -> None:
+        self.stock, self.model = block, model
+        packed, counters = model.plan.enabled, model.counters
+        qkv, w13 = "z_image.packed_qkv", "z_image.packed_ffn"
+        self.qkv = PackedLinear(block.attention, _QKV, qkv, counters, enabled=packed(qkv))
+        self.w13 = PackedLinear(block.feed_forward, ("w1", "w3"), w13, counters, enabled=packed(w13))
+
+    def attend(
+        self, n: torch.Tensor, qkv: torch.Tensor, table: Table, offloaded: bool, rows: int | None
+    ) -> torch.Tensor:
+        """n [B, S, C] -> attention's output [B, rows or S, C]; qkv [B, S, 3 C] is scratch."""
+        attn, model = self.stock.attention, self.model
+        packed = self.qkv(n, out=qkv, offloaded=offloaded).unflatten(-1, (3, attn.heads, -1))
+        q, k, v = packed.unbind(2)
+        norms = (attn.norm_q.weight, attn.norm_k.weight)
+        model.rope(packed, *norms, table.cos, table.sin, attn.norm_q.eps, out=(q, k))
+        a = model.attention(q if rows is None else q[:, :rows], k, v, table.mask)
+        return linear(attn.to_out[0], a.flatten(2))
+
+    def feed(self, n: torch.Tensor, out: torch.Tensor, offloaded: bool) -> None:
+        """n [B, S, C] -> the feed-forward layer's output, into out."""
+        u = self.w13(n, offloaded=offloaded)
+        a, b = u.chunk(2, dim=-1)
+        linear(self.stock.feed_forward.w2, self.model.swiglu(a, b, out=a), out=out)
+
+
+_NO_MODS: Final[_Mods] = (None, None, None, None)
+
+
+def _mods(block: Any, temb: torch.Tensor) -> _Mods:
+    """scale and gate of attention, then scale and gate of the feed-forward layer, each [B, C]."""
+    a, b, c, d = linear(block.adaLN_modulation[0], temb).chunk(4, dim=1)
+    return a, b, c, d
+
+
+def _first(blocks: Any, mods: list[_Mods] | None) -> _Norm:
+    return blocks[0].attention_norm1.weight, None if mods is None else mods[0][0]
+
+
+def _eps(blocks: Any) -> float:
+    return float(blocks[0].attention_norm1.eps)
+
+
+def _attention_reason(m: Any) -> str | None:
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+    from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
+
+    active = _AttentionBackendRegistry.get_active_backend()[0]
+    if active is not AttentionBackendName.NATIVE:
+        return f"attention backend {active.value} is active"
+    for block in (*m.noise_refiner, *m.context_refiner, *m.layers):
+        processor = block.attention.processor
+        if type(processor) is not ZSingleStreamAttnProcessor:
+            return f"attention processor {type(processor).__name__}"
+        if processor._attention_backend not in (None, AttentionBackendName.NATIVE):
+            return f"attention backend {processor._attention_backend} was asked for"
+        if processor._parallel_config is not None:
+            return "context parallelism"
+    return None
