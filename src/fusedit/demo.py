@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fusedit.files import check_folder
 from fusedit.progress import Progress, progress_on
@@ -45,7 +45,7 @@ def run_demo(out: Path = OUT, *, quiet: bool = False) -> tuple[list[Comparison],
     results = []
     with Progress() if quiet else progress_on() as progress:
         for name in names:
-            pipe = load(name)
+            pipe: Any = load(name)
             reference = "fp32" if pipe.device.type == "cuda" else "same"
             results.append(compare(pipe, PROMPTS, "exact", SEEDS, reference=reference, progress=progress))
             del pipe

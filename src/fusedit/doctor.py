@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
@@ -139,9 +140,9 @@ def _conflicts() -> list[dict[str, str]]:
     """Installed packages that fusedit does not use but that break the libraries it stands on."""
     found = []
     for name in NEIGHBOURS:
-        if not probe(lambda name=name: find_spec(name) is not None)[0]:
+        if not probe(partial(find_spec, name))[0]:
             continue
-        _, reason = probe(lambda name=name: import_module(name))
+        _, reason = probe(partial(import_module, name))
         if reason:
             advice = f"{name} is installed but cannot be imported ({reason}); update it or pip uninstall it"
             found.append({"package": name, "problem": advice})
@@ -149,7 +150,7 @@ def _conflicts() -> list[dict[str, str]]:
     if reason:
         found.append({"package": "torchao", "problem": f"peft refuses it, so no LoRA can be loaded ({reason})"})
     for name in ("diffusers", "transformers", "accelerate", "peft"):
-        _, reason = probe(lambda name=name: import_module(name))
+        _, reason = probe(partial(import_module, name))
         if reason:
             found.append({"package": name, "problem": f"cannot be imported: {reason}"})
     return found

@@ -55,7 +55,7 @@ def load(
     chosen_device = resolve_device(device)
     chosen_dtype = resolve_dtype(dtype, chosen_device)
     source = _source(name)
-    pipe = _from_pretrained(source, str(name), chosen_dtype)
+    pipe: Any = _from_pretrained(source, str(name), chosen_dtype)  # diffusers' own methods are not typed
     failure = None
     try:
         pipe.to(chosen_device)
@@ -67,7 +67,7 @@ def load(
             "call pipe.enable_model_cpu_offload()"
         )
     _check_weights(pipe)
-    return pipe
+    return pipe  # type: ignore[no-any-return]
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
@@ -127,14 +127,14 @@ def _choices() -> str:
     return f"give an embedded model ({known}), a local diffusers directory, or a hub id owner/name"
 
 
-def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> DiffusionPipeline:
+def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> Any:
     from diffusers import DiffusionPipeline
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     local = Path(source).is_dir()
     try:
         with quiet_loading():
-            pipe = DiffusionPipeline.from_pretrained(source, dtype=dtype)
+            pipe = DiffusionPipeline.from_pretrained(source, dtype=dtype)  # type: ignore[no-untyped-call]
     except GatedRepoError:
         raise ModelNotFoundError(
             f"hub model {name!r} is gated; accept its licence on its page and log in with `hf auth login`"
@@ -206,7 +206,7 @@ def load_for(name: str, *, dtype: str | None, device: str | None, lora: str | No
     """
     if lora is not None and not Path(lora).expanduser().exists():
         raise ModelNotFoundError(f"LoRA {lora!r} does not exist; give the path of a .safetensors file or its folder")
-    pipe = load(name, dtype=dtype, device=device)
+    pipe: Any = load(name, dtype=dtype, device=device)
     if lora is not None:
         path = Path(lora).expanduser()
         if not hasattr(pipe, "load_lora_weights"):
@@ -219,4 +219,4 @@ def load_for(name: str, *, dtype: str | None, device: str | None, lora: str | No
                     pipe.load_lora_weights(str(path))
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, NotImplementedError) as error:
             raise UnsupportedPipelineError(f"LoRA {lora!r} cannot be loaded here: {_short(error)}") from None
-    return pipe
+    return pipe  # type: ignore[no-any-return]

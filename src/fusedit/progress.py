@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import IO, Any, Self
 
 
@@ -54,10 +53,8 @@ class RichProgress(Progress):
         self.bars.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bars.__exit__(kind, value, trace)
+    def __exit__(self, *error: object) -> None:
+        self.bars.__exit__(*error)
 
     def begin(self, title: str, total: int) -> None:
         self.title = title

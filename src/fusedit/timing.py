@@ -71,7 +71,7 @@ class StepClock:
     def _mark(self) -> Any:
         if not self.on_gpu:
             return now()
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -91,7 +91,7 @@ def check_seed(seed: Any) -> int:
 def check_seeds(seeds: Any) -> tuple[int, ...]:
     """One or more different seeds, as a tuple of their own."""
     if isinstance(seeds, numbers.Integral | str | bytes) or not isinstance(seeds, Iterable):
-        raise ArgumentError(f"seeds must be a list of whole numbers, not {seeds!r}; for one seed give [{seeds}]")
+        raise ArgumentError(f"seeds must be a list of whole numbers, not {seeds!r}; for one seed give a list of one")
     values = tuple(check_seed(seed) for seed in seeds)
     if not values:
         raise ArgumentError("seeds is empty; give at least one, for example [0]")
@@ -132,14 +132,14 @@ def check_prompts(prompts: Any) -> tuple[str, ...]:
 
 def check_psnr(value: Any, name: str = "min_psnr") -> float:
     """A PSNR gate in dB: a number, 0 or more; infinity asks for identical pictures."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= 0:
         raise ArgumentError(f"{name} is {value!r}; give decibels, 0 or more")
     return float(value)
 
 
 def check_ssim(value: Any, name: str = "min_ssim") -> float:
     """An SSIM gate: -1 to 1."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not -1 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not -1 <= float(value) <= 1:
         raise ArgumentError(f"{name} is {value!r}; give a number from -1 to 1")
     return float(value)
 

@@ -30,7 +30,7 @@ class _Html(str):
     __slots__ = ()
 
 
-def tag(name: str, *children: str, **attributes: str) -> _Html:
+def tag(name: str, /, *children: str, **attributes: str) -> _Html:
     """An element. Children and attributes are escaped unless they are markup; `cls` stands for `class`."""
     written = "".join(f' {"class" if k == "cls" else k}="{html.escape(v, quote=True)}"' for k, v in attributes.items())
     if name in ("img", "meta"):

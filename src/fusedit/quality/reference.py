@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,10 +44,12 @@ def fp32_twin(pipe: Any) -> Any:
             )
         if any(getattr(module, name, None) is not None for name in ("hf_quantizer", "quantization_method")):
             raise ArgumentError(f"the fp32 reference needs the unquantised weights of {name}; load those")
-        vars(other)[name] = out_of_memory_as_error(
-            lambda module=module: copy.deepcopy(module).to(torch.float32), f"copying {name} to fp32", other
-        )
+        vars(other)[name] = out_of_memory_as_error(partial(_in_fp32, module), f"copying {name} to fp32", other)
     return other
+
+
+def _in_fp32(module: torch.nn.Module) -> torch.nn.Module:
+    return copy.deepcopy(module).to(torch.float32)
 
 
 def compute_dtype(pipe: Any) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusedit.quality import words
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from fusedit.quality.result import Comparison
 
 
-def worst(values: Sequence[float | None], pick: Any = min) -> float | None:
+def worst(values: Sequence[float | None], pick: Callable[[list[float]], float] = min) -> float | None:
     """The worst of the values that were measured, None if none was."""
-    return pick((value for value in values if value is not None), default=None)
+    known = [value for value in values if value is not None]
+    return pick(known) if known else None
 
 
 def summary(result: Comparison) -> list[tuple[str, str, str]]:
