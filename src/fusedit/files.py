@@ -32,6 +32,8 @@ def check_folder(folder: str | Path) -> Path:
         OutputError: a file is in the way, or the nearest existing folder takes no files.
     """
     path = Path(folder)
+    if "\0" in str(path):
+        raise OutputError(f"cannot write to {str(path)!r}: the name holds a NUL byte; choose another place")
     try:
         nearest = path
         while not nearest.exists() and nearest != nearest.parent:
@@ -40,9 +42,7 @@ def check_folder(folder: str | Path) -> Path:
             raise OutputError(f"cannot write to {str(path)!r}: {str(nearest)!r} is not a folder; choose another place")
         with tempfile.TemporaryFile(dir=nearest):
             pass
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
-        if isinstance(error, OutputError):
-            raise
+    except OSError as error:
         raise OutputError(f"cannot write to {str(path)!r}: {_why(error)}; choose another place") from None
     return path
 

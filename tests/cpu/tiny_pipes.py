@@ -26,6 +26,7 @@ from transformers import (
 
 WORDS = ("red", "green", "blue", "apple", "fox", "snow", "cat", "a", "the", "in", ",", "3d", "style")
 VOCABULARY = {word: index for index, word in enumerate(("<pad>", "<bos>", "<eos>", "<unk>", *WORDS))}
+SMALL = {"width": 48, "height": 32, "steps": 2}
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %} the"
 
 
@@ -64,14 +65,11 @@ def flux_pipe(guidance_embeds: bool = True) -> FluxPipeline:
     """A FluxPipeline: 1 double and 1 single block, two heads of 16."""
     torch.manual_seed(0)
     common = {"vocab_size": len(VOCABULARY), "pad_token_id": 0, "eos_token_id": 2}
+    clip = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
         vae=_vae(),
-        text_encoder=CLIPTextModel(
-            CLIPTextConfig(
-                hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, bos_token_id=1, **common
-            )
-        ).eval(),
+        text_encoder=CLIPTextModel(CLIPTextConfig(bos_token_id=1, **clip, **common)).eval(),
         tokenizer=_tokenizer(77),
         text_encoder_2=T5EncoderModel(
             T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, **common)

@@ -103,9 +103,10 @@ def compare(
     if flip and not flip_installed():
         flip_map(*[torch.zeros(16, 16, 3).numpy()] * 2)  # raises the error that names the extra, before any drawing
     bench = _Bench(twin(pipe), requests, progress or Progress())
+    bench.fp32 = fp32_twin(pipe) if wanted == "fp32" and dtype != "fp32" else None
     bench.handle = accelerate(bench.pipe, chosen, strict=strict)
     try:
-        exact = bench.draw_fp32(pipe) if wanted == "fp32" and dtype != "fp32" else {}
+        exact = bench.draw_fp32()
         bench.warm_up()
         pairs = [bench.pair(index, exact.get(index), flip) for index in range(len(requests))]
         report = bench.handle.report()
@@ -146,6 +147,7 @@ class _Bench:
         self.requests = requests
         self.progress = progress
         self.handle: Any = None
+        self.fp32: Any = None
         self.warm: dict[str, list[Lap]] = {"stock": [], "fused": []}
         self.laps: dict[str, list[Lap]] = {"stock": [], "fused": []}
         self.ratios: list[float] = []
@@ -197,18 +199,18 @@ class _Bench:
     def speedup(self) -> float | None:
         return statistics.median(self.ratios) if self.ratios else None
 
-    def draw_fp32(self, pipe: Any) -> dict[int, Drawing]:
+    def draw_fp32(self) -> dict[int, Drawing]:
         """Stock in fp32 from the same initial noise, before anything is timed; its copies of the weights go again."""
-        with self.handle.paused():
-            exact = fp32_twin(self.pipe)
+        if self.fp32 is None:
+            return {}
         drawings = {}
         self.progress.begin("stock fp32", len(self.requests))
         for index, request in enumerate(self.requests):
             self.progress.picture(f"seed {request.seed}")
-            noise = initial_noise(pipe, request).float()
-            drawings[index] = draw(exact, request, noise=noise, on_step=self.progress.step)
+            noise = initial_noise(self.pipe, request).float()
+            drawings[index] = draw(self.fp32, request, noise=noise, on_step=self.progress.step)
             self.progress.finish_picture()
-        del exact
+        self.fp32 = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -49,7 +49,7 @@ def fp32_twin(pipe: Any) -> Any:
 
 
 def _in_fp32(module: torch.nn.Module) -> torch.nn.Module:
-    return copy.deepcopy(module).to(torch.float32)
+    return copy.deepcopy(module).float()
 
 
 def compute_dtype(pipe: Any) -> str:
