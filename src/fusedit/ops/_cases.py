@@ -16,9 +16,9 @@ class T:
     """A tensor to be made: its shape, how it lies in memory, and what it holds.
 
     Attributes:
-        layout: `dense`; `sliced` (columns of a wider buffer); `offset` (dense, starting one element late, so that no row
-            is 16-byte aligned); `transposed` (the two last dimensions swapped in memory); `channels_last`;
-            `joint` (a slice along dimension 1 of a longer buffer); `gapped` (every second element of the last dimension).
+        layout: `dense`; `sliced` (columns of a wider buffer); `offset` (dense, starting one element late, so that no
+            row is 16-byte aligned); `transposed` (the two last dimensions swapped in memory); `channels_last`; `joint`
+            (a slice along dimension 1 of a longer buffer); `gapped` (every second element of the last dimension).
         dtype: fixed dtype, or None for the dtype of the run.
         fill: `normal`, `cos` or `sin` (of the same random angles), `mask` (bool, first of each row always True).
         mean, std: of the normal numbers.

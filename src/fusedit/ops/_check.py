@@ -57,7 +57,7 @@ def same_place(a: Tensor, b: Tensor) -> bool:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two strided tensors share any element of memory (exact, but for hopelessly tangled strides: then True)."""
+    """Whether two strided tensors share any element of memory; exact, but for hopelessly tangled strides: True."""
     if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     if a.dtype != b.dtype:

@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 EXACTNESS: Final = ("bitwise", "reordered", "lossy")
 """`bitwise`: the same bits as stock; `reordered`: the same mathematics, other rounding; `lossy`: approximates."""
 
-_LIBRARY: Final = torch.library.Library("fusedit", "FRAGMENT")
+_LIBRARY: Final = torch.library.Library("fusedit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _SCHEMA: Final[Mapping[Any, str]] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -150,7 +150,7 @@ class Op(Generic[P, R]):
             tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
             dtype = tensors[0].dtype
             if any(t.dtype is not dtype for t in tensors):
-                return self._plain_mixed(dtype, args, kwargs, out)
+                return cast(R, self._plain_mixed(dtype, args, kwargs, out))
         return cast(R, self._plain(*args, out=out, **kwargs))
 
     def backend(self, *args: Any, **kwargs: Any) -> Backend:
@@ -183,6 +183,9 @@ class Op(Generic[P, R]):
         outs = None if out is None else self._accept(out, shapes, x, args, kwargs)
         if any(0 in shape for shape in shapes):
             return out if outs is not None else self._pack([self._allocate(x, shape) for shape in shapes])
+        launch = cast(Callable[..., Any], self._launch)
+        if self._choose is not None:
+            return launch(*args, **kwargs, out=out)
         backend = self.backend(*args, **kwargs)
         self.ran[backend.name] += 1
         if backend.name == "plain":
@@ -191,7 +194,6 @@ class Op(Generic[P, R]):
         if outs is None:
             outs = [self._allocate(x, shape) for shape in shapes]
         direct = [t if self._fits(t) else self._allocate(x, t.shape) for t in outs]
-        launch = cast(Callable[..., Any], self._launch)
         if x.is_cuda and x.device.index != torch.cuda.current_device():
             with torch.cuda.device(x.device):
                 launch(*args, **kwargs, out=self._pack(direct))
@@ -300,8 +302,8 @@ class Op(Generic[P, R]):
             (self.name, f"({inputs}) -> {results}", functional, fake),
             (f"{self.name}_out", f"({inputs}, *, {targets}) -> ()", mutating, fake_out),
         ):
-            _LIBRARY.define(name + schema)
-            _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+            _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
+            _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
             torch.library.register_fake(f"fusedit::{name}", meta, lib=_LIBRARY)
         return parameters[0].name, outputs
 
@@ -338,7 +340,8 @@ def op(
         check: same arguments -> shapes of the results; raises OpError.
         plain: same arguments and `out` (may be None) -> the results; may assume one dtype unless `mixed`.
         builds: kernel variants to compile ahead of time.
-        backend: chooses among library kernels; default: the Triton kernel where it can run, else plain torch.
+        backend: says which library kernel serves a call; the launcher then runs it on any device, counts it in `ran`,
+            and gets `out` as the caller gave it, None too. Default: the Triton kernel where it can run, else plain.
         limit: same arguments -> why the kernel cannot take them, or "".
         reads: same arguments -> the views that are read, the i-th of which the i-th output may lie on exactly;
             default: every tensor argument, and any output may lie exactly on any of them.
@@ -348,7 +351,7 @@ def op(
     """
 
     def wrap(launch: Callable[P, R]) -> Op[P, R]:
-        summary = (inspect.getmodule(launch).__doc__ or "").strip().splitlines()  # type: ignore[union-attr]
+        summary = (inspect.getdoc(inspect.getmodule(launch)) or "").splitlines()
         return Op(
             launch,
             summary=summary[0] if summary else "",
@@ -378,7 +381,7 @@ def wide(*tensors: Any) -> Any:
 
 @cache
 def registry() -> Mapping[str, Op[..., Any]]:
-    """Every op by name. Each file of ops/ whose name has no leading underscore must define exactly the op of its name."""
+    """Every op by name. A file of ops/ whose name has no leading underscore must define exactly the op of its name."""
     package = importlib.import_module("fusedit.ops")
     found = {}
     for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+__all__ = ["capability", "interpreting", "kernel", "status", "tl", "triton"]
+
 _MINIMUM = (3, 6)
 _reason = ""
-triton: Any = None
-tl: Any = None
 try:
     import triton
     import triton.language as tl
@@ -20,8 +20,10 @@ try:
     if tuple(int(part) for part in triton.__version__.split(".")[:2]) < _MINIMUM:
         _reason = f"triton {triton.__version__} is older than {'.'.join(map(str, _MINIMUM))}"
 except ImportError as error:
+    triton = tl = None
     _reason = f"triton is not installed ({error})"
 except Exception as error:  # a broken optional package must not break the import of fusedit
+    triton = tl = None
     _reason = f"triton cannot be imported ({type(error).__name__}: {error})"
 
 
@@ -62,14 +64,15 @@ def status(device: torch.device | None = None, dtype: torch.dtype | None = None)
         return True, ""
     if device.type != "cuda":
         return False, f"no kernels for device type {device.type}"
-    usable, reason = _probe(device.index if device.index is not None else torch.cuda.current_device())
-    if usable and dtype is torch.bfloat16 and capability(device.index or 0) < (8, 0):
+    index = torch.cuda.current_device() if device.index is None else device.index
+    usable, reason = _probe(index)
+    if usable and dtype is torch.bfloat16 and capability(index) < (8, 0):
         return False, "bfloat16 kernels need compute capability 8.0"
     return usable, reason
 
 
 @kernel
-def _touch(x_ptr: Any, one: Any) -> None:
+def _touch(x_ptr: tl.tensor, one: tl.tensor) -> None:
     tl.store(x_ptr, one)
 
 
