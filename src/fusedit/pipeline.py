@@ -162,7 +162,7 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
             )
             refusals.append(Refusal(name, reason))
             blocking.append(reason)
-    if not sessions and not blocking:
+    if not any(_served(_component(pipe, model.path), model) for model in registry().values()) and not blocking:
         blocking.append("none of its components is served by a file of fusedit.models")
     if strict and blocking:
         supported = ", ".join(sorted({name for model in registry().values() for name in model.pipelines}))

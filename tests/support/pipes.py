@@ -125,4 +125,5 @@ def parameters_of(pipe: DiffusionPipeline) -> dict[str, tuple[torch.Tensor, int,
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """Relative L2 of a against b."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm())

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fusedit.ops import Op
+from fusedit.ops._op import Op
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.hoist import RunCache

@@ -1,0 +1,33 @@
+# make demo   draw the same prompts with stock and with the exact plan, and write out/demo/report.html
+# make test   run the tests
+# make check  everything CI runs: format, lint, types, tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# -c keeps the exact versions everywhere: without it torchmetrics would replace the CPU build of torch by a 5 GB one.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.PHONY: demo test check install clean
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "fusedit needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (some minutes the first time)"
+	@$(PIP) torch
+	@$(PIP) --editable '.[dev,report,fidelity,gpu]'
+	@touch $@
+
+demo: install
+	@$(BIN)/python -m fusedit.demo --out out/demo
+
+test: install
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: install
+	@scripts/check
+
+clean:
+	rm -rf $(VENV) out build dist

@@ -1,0 +1,69 @@
+"""Plan: frozen, JSON in and out, and every unknown thing an error that says what is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusedit.errors import PlanError
+from fusedit.plan import Plan
+
+
+def test_round_trips_through_json() -> None:
+    plan = Plan(rewrites={"flux.gelu": False}, evidence={"psnr": 61.5})
+    assert Plan.from_dict(json.loads(plan.to_json())) == plan
+    assert not plan.enabled("flux.gelu")
+    assert plan.enabled("flux.attention")
+    assert not plan.without("flux.attention").enabled("flux.attention")
+    assert plan.enabled("flux.attention"), "without() must not change the plan it was called on"
+
+
+def test_is_frozen_all_the_way_down() -> None:
+    rewrites = {"flux.gelu": False}
+    plan = Plan(rewrites=rewrites)
+    rewrites["flux.gelu"] = True
+    assert not plan.enabled("flux.gelu")
+    with pytest.raises(TypeError):
+        plan.rewrites["flux.gelu"] = True  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.base = "fp8"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"schema": 2, "new_key": 1}, r"schema 2 is newer than the 1 .*upgrade"),
+        ({"schema": 1, "speed": "max"}, r"unknown plan key 'speed'; known keys: schema, base"),
+        ({"base": "exact"}, r"has no 'schema'"),
+        ({"schema": 1, "base": "turbo9"}, r"unknown plan 'turbo9'; known tiers: exact"),
+        ({"schema": 1, "rewrites": {"flux.gelu": 1}}, r"'flux.gelu' must be true or false, not 1"),
+        ({"schema": 1, "rewrites": []}, r"'rewrites' must be an object, not list"),
+        ({"schema": 1, "precision": {"default": "fp8"}}, r"precision.default is 'fp8'"),
+        ({"schema": 1, "cache": {"steps": True}}, r"unknown key 'steps' in plan 'cache'"),
+        ({"schema": True}, r"schema is True"),
+        ([1], r"a plan is a JSON object, not list"),
+    ],
+)
+def test_bad_data_gets_one_sentence(data: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_dict(data)
+
+
+def test_of_takes_a_tier_a_plan_or_a_file(tmp_path: Path) -> None:
+    plan = Plan(rewrites={"flux.gelu": False})
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    assert Plan.of(path) == Plan.of(str(path)) == plan
+    assert Plan.of(plan) is plan
+    assert Plan.of("exact") == Plan()
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(PlanError, match="cannot be read as JSON"):
+        Plan.of(tmp_path / "broken.json")
+    with pytest.raises(PlanError, match=r"unknown plan 'no\.json'"):
+        Plan.of("no.json")
+    with pytest.raises(PlanError, match="not int"):
+        Plan.of(3)  # type: ignore[arg-type]
