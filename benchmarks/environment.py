@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +16,7 @@ def environment() -> dict[str, Any]:
     """JSON data that every results file carries."""
     root = Path(__file__).resolve().parent.parent
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    marker = root / "benchmarks" / "commit.txt"  # for a copy of the tree that has no history
+    given = os.environ.get("FUSEDIT_COMMIT")  # for a copy of the tree that has no history
     return {
         "device": torch.cuda.get_device_name(),
         "driver": _driver(),
@@ -23,7 +24,7 @@ def environment() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "versions": {name: version(name) for name in ("torch", "triton", "diffusers", "transformers")},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or (marker.read_text().strip() if marker.is_file() else None),
+        "commit": commit.stdout.strip() or given,
     }
 
 

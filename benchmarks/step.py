@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -15,6 +16,7 @@ import typer
 
 import fusedit
 from benchmarks.environment import environment, joules
+from benchmarks.errors import step_errors
 from benchmarks.workloads import WORKLOADS, Workload
 
 STEPS = 8  # of which the first two (which also hold what is computed once a run) warm up
@@ -40,50 +42,8 @@ def _run(workload: Workload, arguments: dict[str, Any], seed: int = 0) -> tuple[
         callback_on_step_end=mark,
     ).images
     torch.cuda.synchronize()
-    steps = [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    steps = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
     return steps[WARM:], latents
-
-
-def _capture(workload: Workload, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The keyword or positional arguments of the transformer in the middle of a run."""
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    hook = workload.pipe.transformer.register_forward_pre_hook(
-        lambda _m, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
-    )
-    try:
-        _run(workload, arguments)
-    finally:
-        hook.remove()
-    args, kwargs = calls[STEPS // 2]
-    return {"args": args, "kwargs": kwargs}
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return {k: _cast(v, dtype) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def _flat(output: Any) -> torch.Tensor:
-    first = output[0]
-    return torch.cat([item.float().flatten() for item in (first if isinstance(first, list) else [first])])
-
-
-@torch.no_grad()
-def _errors(workload: Workload, handle: fusedit.Handle, call: dict[str, Any]) -> tuple[float, float]:
-    """Relative L2 against stock in fp32 on the same weights: ours, and stock's own in bf16."""
-    model = workload.pipe.transformer
-    fused = _flat(model(*call["args"], **call["kwargs"]))
-    with handle.paused():
-        stock = _flat(model(*call["args"], **call["kwargs"]))
-        model.to(torch.float32)
-        try:
-            exact = _flat(model(*_cast(call["args"], torch.float32), **_cast(call["kwargs"], torch.float32)))
-        finally:
-            model.to(torch.bfloat16)  # bf16 -> fp32 -> bf16 gives the same bits back
-    return float((fused - exact).norm() / exact.norm()), float((stock - exact).norm() / exact.norm())
 
 
 def _launches(workload: Workload, arguments: dict[str, Any]) -> float:
@@ -104,7 +64,7 @@ def measure(name: str, size: tuple[int, int], batch: int, seconds: float) -> lis
     started = time.perf_counter()
     _run(workload, arguments)
     first = time.perf_counter() - started
-    ours, stocks = _errors(workload, handle, _capture(workload, arguments))
+    ours, stocks = step_errors(workload, handle, arguments)
     correct = ours <= 1.05 * stocks
     rows: dict[str, dict[str, Any]] = {}
     times: dict[str, list[float]] = {"stock": [], "exact": []}

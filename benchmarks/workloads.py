@@ -1,4 +1,4 @@
-"""Pipelines of the real architectures with random weights: right for speed, memory and numerical error, not pictures."""
+"""Pipelines of the real architectures, random weights: right for speed, memory and numerical error, not pictures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def _vae() -> AutoencoderKL:
     return vae.to(torch.bfloat16).eval().requires_grad_(False)
 
 
-def flux_1_dev() -> Workload:
+def flux_1_dev(**config: Any) -> Workload:
+    """FLUX.1-dev; `config` changes the transformer, for example its depth."""
     pipe = FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=_vae(),
@@ -63,7 +64,7 @@ def flux_1_dev() -> Workload:
         tokenizer=None,
         text_encoder_2=None,
         tokenizer_2=None,
-        transformer=_transformer(FluxTransformer2DModel, guidance_embeds=True),
+        transformer=_transformer(FluxTransformer2DModel, guidance_embeds=True, **config),
     )
 
     def arguments(width: int, height: int, batch: int) -> dict[str, Any]:
@@ -79,8 +80,9 @@ def flux_1_dev() -> Workload:
     return Workload("flux.1-dev", pipe, arguments)
 
 
-def z_image_turbo() -> Workload:
-    transformer = _transformer(ZImageTransformer2DModel)
+def z_image_turbo(**config: Any) -> Workload:
+    """Z-Image-Turbo; `config` changes the transformer, for example its depth."""
+    transformer = _transformer(ZImageTransformer2DModel, **config)
     for token in (transformer.x_pad_token, transformer.cap_pad_token):
         token.data.normal_()
     pipe = ZImagePipeline(

@@ -34,7 +34,9 @@ class Handle:
         plan: the plan in force.
     """
 
-    def __init__(self, pipe: DiffusionPipeline, plan: Plan, sessions: list[Session], refusals: list[Refusal], notes: list[str]) -> None:
+    def __init__(
+        self, pipe: DiffusionPipeline, plan: Plan, sessions: list[Session], refusals: list[Refusal], notes: list[str]
+    ) -> None:
         self.plan = plan
         self._pipe = weakref.ref(pipe)
         self._name = type(pipe).__name__
@@ -64,7 +66,9 @@ class Handle:
             notes += [f"{'.'.join(session.model.path)}: {what}: {count}" for what, count in counters.events.items()]
             if self._active and session.module is not self._component(session.model):
                 notes.append(f"{'.'.join(session.model.path)} was replaced after accelerate(); the new one runs stock")
-        return Report(self._name, self.plan.to_dict(), tuple(rewritten), tuple(self._refusals), tuple(notes), self._active)
+        return Report(
+            self._name, self.plan.to_dict(), tuple(rewritten), tuple(self._refusals), tuple(notes), self._active
+        )
 
     def restore(self) -> None:
         """Make the pipeline bit for bit what it was. Calling it again does nothing."""
@@ -146,7 +150,9 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
                 blocking.append(reason)
             continue
         refusals += [
-            Refusal(rewrite.name, "switched off by the plan") for rewrite in model.rewrites if not chosen.enabled(rewrite.name)
+            Refusal(rewrite.name, "switched off by the plan")
+            for rewrite in model.rewrites
+            if not chosen.enabled(rewrite.name)
         ]
         if any(chosen.enabled(rewrite.name) for rewrite in model.rewrites):
             sessions.append(Session(model, module, chosen))
@@ -202,8 +208,8 @@ def _refusal(pipe: Any, module: nn.Module, model: type[FusedModel]) -> str | Non
         import diffusers
 
         return (
-            f"{model.stock_class().__name__}.forward of diffusers {diffusers.__version__} takes other arguments than the "
-            "version this was written against; install diffusers 0.42"
+            f"{model.stock_class().__name__}.forward of diffusers {diffusers.__version__} takes other arguments than "
+            "the version this was written against; install diffusers 0.42"
         )
     quantiser = quantised_by(owner)
     if quantiser is not None:

@@ -87,7 +87,7 @@ class FusedModel(ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The fused forward. The caller holds torch.no_grad or the inputs need no gradient."""
 
-    def unpack(self) -> None:
+    def unpack(self) -> None:  # noqa: B027 - most models pack something, but none has to
         """Give packed parameters their own storage again; runs when the last pipeline lets go of the module."""
 
     @staticmethod
@@ -95,7 +95,7 @@ class FusedModel(ABC):
     def tiny(**changes: Any) -> nn.Module:
         """A stock module with a tiny config and random weights, for tests; `changes` override config values."""
 
-    def site(self, rewrite: str, op: Op) -> Callable[..., Any]:
+    def site(self, rewrite: str, op: Op[..., Any]) -> Callable[..., Any]:
         """The op behind a rewrite: counted when the plan has it on, plain torch when it is off."""
         if not self.plan.enabled(rewrite):
             return op.plain
@@ -107,7 +107,9 @@ class FusedModel(ABC):
 
         return run
 
-    def hoisted(self, rewrite: str, inputs: tuple[torch.Tensor, ...], owner: nn.Module, compute: Callable[[], Any]) -> Any:
+    def hoisted(
+        self, rewrite: str, inputs: tuple[torch.Tensor, ...], owner: nn.Module, compute: Callable[[], Any]
+    ) -> Any:
         """`compute()`, once a run for these inputs and the parameters of `owner` where the plan allows it."""
         if not self.plan.enabled(rewrite):
             return compute()

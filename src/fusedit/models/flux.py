@@ -103,7 +103,7 @@ class Flux(FusedModel):
         return PackedLinear(parent, names, rewrite, self.counters, enabled=self.plan.enabled(rewrite))
 
     def unpack(self) -> None:
-        for group in (*self.image_qkv, *self.text_qkv, *self.qkv_mlp):
+        for group in (*self.image_qkv, *self.text_qkv, *(single.product for single in self.qkv_mlp)):
             group.unpack()
 
     @classmethod
@@ -150,7 +150,10 @@ class Flux(FusedModel):
         m: Any = self.module
         with lora_scaled(m, joint_attention_kwargs):
             text = self.hoisted(
-                "flux.hoist", (encoder_hidden_states,), m.context_embedder, lambda: m.context_embedder(encoder_hidden_states)
+                "flux.hoist",
+                (encoder_hidden_states,),
+                m.context_embedder,
+                lambda: m.context_embedder(encoder_hidden_states),
             )
             rotary = self.hoisted("flux.hoist", (txt_ids, img_ids), m.pos_embed, lambda: _rotary(m, txt_ids, img_ids))
             temb = F.silu(self._condition(hidden_states.dtype, timestep, guidance, pooled_projections))
@@ -229,7 +232,7 @@ class Flux(FusedModel):
         qkv = h.new_empty(*h.shape[:2], 3 * attn.inner_dim)
         self.image_qkv[i](n[:, t:], out=qkv[:, t:], offloaded=offloaded)
         self.text_qkv[i](n[:, :t], out=qkv[:, :t], offloaded=offloaded)
-        qkv = qkv.unflatten(-1, (3, -1, attn.head_dim))
+        qkv = qkv.view(*qkv.shape[:2], 3, -1, attn.head_dim)
         for part, norm_q, norm_k, table in (
             (qkv[:, t:], attn.norm_q, attn.norm_k, (cos[:, t:], sin[:, t:])),
             (qkv[:, :t], attn.norm_added_q, attn.norm_added_k, (cos[:, :t], sin[:, :t])),
@@ -238,11 +241,11 @@ class Flux(FusedModel):
         a = self.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).flatten(2)
         linear(attn.to_out[0], a[:, t:], out=y[:, t:])
         linear(attn.to_add_out, a[:, :t], out=y[:, :t])
-        for part, ff, mod, then, added in (
+        for rows, ff, mod, then, added in (
             (slice(t, None), block.ff, mods[0], following[0], extra),
             (slice(None, t), block.ff_context, mods[1], following[1], None),
         ):
-            hp, np_, yp = h[:, part], n[:, part], y[:, part]
+            hp, np_, yp = h[:, rows], n[:, rows], y[:, rows]
             _, _, gate_attention, scale, shift, gate_mlp = mod
             self.gate_norm(hp, yp, gate_attention, scale, shift, out=(hp, np_))
             u = linear(ff.net[0].proj, np_)
@@ -269,7 +272,8 @@ class Flux(FusedModel):
             "guidance_embeds": True,
             "axes_dims_rope": (4, 4, 8),
         }
-        return FluxTransformer2DModel(**{**config, **changes}).eval()
+        module: Any = FluxTransformer2DModel(**{**config, **changes})  # type: ignore[no-untyped-call]
+        return module.eval()  # type: ignore[no-any-return]
 
 
 _Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -283,15 +287,12 @@ class _SingleInput:
         # proj_mlp sits on the block and to_q on its attention, so the group reads them through one view of both.
         self.product = model._packed(_View(block), (*_IMAGE, "proj_mlp"))
 
-    def unpack(self) -> None:
-        self.product.unpack()
-
     def __call__(self, n: torch.Tensor, rotary: Pair, offloaded: bool) -> torch.Tensor:
         """n [B, S, C] -> [attention | GELU(mlp)] [B, S, C + M], a strided view into the product's own output."""
         attn = self.block.attn
         wide = attn.inner_dim
         x = self.product(n, offloaded=offloaded)
-        qkv = x[..., : 3 * wide].unflatten(-1, (3, -1, attn.head_dim))
+        qkv = x[..., : 3 * wide].view(*x.shape[:2], 3, -1, attn.head_dim)
         q, k, v = qkv.unbind(2)
         self.model.rope(qkv, attn.norm_q.weight, attn.norm_k.weight, *rotary, _eps(attn.norm_q, n), out=(q, k))
         x[..., 2 * wide : 3 * wide] = self.model.attention(q, k, v).flatten(2)
@@ -331,12 +332,13 @@ def _argument(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str,
 def _attention_reason(attn: Any) -> str | None:
     from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 
-    processor = attn.processor
+    processor: Any = attn.processor
+    backend: Any = getattr(processor, "_attention_backend", None)
     if type(processor) is not FluxAttnProcessor:
         return f"attention processor {type(processor).__name__}"
-    if processor._attention_backend is not None:
-        return f"attention backend {processor._attention_backend} was asked for"
-    if processor._parallel_config is not None:
+    if backend is not None:
+        return f"attention backend {backend} was asked for"
+    if getattr(processor, "_parallel_config", None) is not None:
         return "context parallelism"
     if attn.fused_projections:
         return "fuse_qkv_projections() was called"

@@ -9,7 +9,21 @@ from torch import nn
 from torch.nn.parameter import Parameter
 
 # Container and leaf classes every fused model knows; a model adds the classes of its own blocks.
-_PLAIN: Final = frozenset({"Linear", "Conv2d", "LayerNorm", "RMSNorm", "GroupNorm", "ModuleList", "ModuleDict", "Sequential", "Dropout", "SiLU", "GELU"})
+_PLAIN: Final = frozenset(
+    {
+        "Linear",
+        "Conv2d",
+        "LayerNorm",
+        "RMSNorm",
+        "GroupNorm",
+        "ModuleList",
+        "ModuleDict",
+        "Sequential",
+        "Dropout",
+        "SiLU",
+        "GELU",
+    }
+)
 _PACKAGES: Final = ("torch", "diffusers")
 
 
@@ -23,7 +37,7 @@ def inner_reason(module: nn.Module, known: frozenset[str]) -> str | None:
     Runs before every call, so it looks at attribute dictionaries only (about 0.3 ms for FLUX.1-dev's 1,500 modules).
     A LoRA layer is called as a module, so what is inside it does not matter.
     """
-    stack = [(name, child) for name, child in module._modules.items() if child is not None]
+    stack: list[tuple[str, Any]] = [(name, child) for name, child in module._modules.items() if child is not None]
     while stack:
         name, child = stack.pop()
         if _from_peft(child):
@@ -36,7 +50,8 @@ def inner_reason(module: nn.Module, known: frozenset[str]) -> str | None:
         if getattr(space.get("_diffusers_hook"), "hooks", None):
             return f"inner module {name!r} has a diffusers hook"
         kind = type(child)
-        if kind.__name__ not in known and kind.__name__ not in _PLAIN or kind.__module__.partition(".")[0] not in _PACKAGES:
+        expected = kind.__name__ in known or kind.__name__ in _PLAIN
+        if not expected or kind.__module__.partition(".")[0] not in _PACKAGES:
             return f"inner module {name!r} is a {kind.__module__}.{kind.__name__}, unknown to the fused forward"
         if kind is nn.Dropout and child.training and child.p > 0:
             return f"inner module {name!r} drops values in training mode"
@@ -49,7 +64,10 @@ def inner_reason(module: nn.Module, known: frozenset[str]) -> str | None:
 
 def quantised_by(module: nn.Module) -> str | None:
     """Name of the library that quantised this module, or None."""
-    config = getattr(module, "quantization_config", None) or getattr(getattr(module, "config", None), "quantization_config", None)
+    # Not getattr(module, ...): diffusers warns when a config entry is read as an attribute of the module.
+    config = module.__dict__.get("quantization_config") or getattr(
+        getattr(module, "config", None), "quantization_config", None
+    )
     method = getattr(config, "quant_method", None) if not isinstance(config, dict) else config.get("quant_method")
     if method is not None:
         return str(getattr(method, "value", method))

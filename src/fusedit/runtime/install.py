@@ -11,7 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import MethodType
+from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class Session(Protocol):
     """What one pipeline wants of one module; see fusedit.session."""
 
-    def call(self, stock: Callable[..., Any], run: object | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def call(
+        self, stock: Callable[..., Any], run: object | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
 
     def called_by_other(self, name: str) -> None: ...
 
@@ -36,13 +38,13 @@ def calling_pipeline() -> DiffusionPipeline | None:
     """
     from diffusers import DiffusionPipeline
 
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__call__":
             caller = frame.f_locals.get("self")
             if isinstance(caller, DiffusionPipeline):
                 return caller
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

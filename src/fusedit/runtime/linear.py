@@ -72,6 +72,7 @@ class PackedLinear:
         # Addresses and storage sizes of parts that were seen adjacent. No tensor is kept: it would hold the packed
         # storage alive on the GPU after the parameters have moved away.
         self._packed: tuple[int, ...] | None = None
+        self._home: set[tuple[int, int]] = set()  # address and size of the storages this group was packed into
 
     def layers(self) -> list[Any]:
         return [getattr(self.parent, name) for name in self.names]
@@ -89,7 +90,7 @@ class PackedLinear:
             self.counters.fell_back(self.rewrite, reason)
         widths = [layer.out_features for layer in layers]
         y = x.new_empty((*x.shape[:-1], sum(widths))) if out is None else out
-        for layer, part in zip(layers, y.split(widths, dim=-1), strict=True):
+        for layer, part in zip(layers, torch.split(y, widths, dim=-1), strict=True):
             part.copy_(linear(layer, x))
         return y
 
@@ -108,7 +109,7 @@ class PackedLinear:
         if not (_adjacent(weights) and (biases[0] is None or _adjacent(biases))):
             if offloaded:
                 return "weights move between calls (offload), so they are not packed"
-            if not all(_sole_owner(t) for t in (*weights, *biases) if t is not None):
+            if not all(_sole_owner(t) or _storage(t) in self._home for t in (*weights, *biases) if t is not None):
                 return "a weight shares its storage with another tensor"
             try:
                 packed = [_pack(weights), None if biases[0] is None else _pack(biases)]
@@ -116,8 +117,9 @@ class PackedLinear:
                 return "out of memory while packing"
             for group, whole in zip((weights, biases), packed, strict=True):
                 if whole is not None:
-                    for tensor, part in zip(group, whole.split([t.shape[0] for t in group]), strict=True):
+                    for tensor, part in zip(group, torch.split(whole, [t.shape[0] for t in group]), strict=True):
                         tensor.data = part
+            self._home = {_storage(whole) for whole in packed if whole is not None}
             self.counters.event("weight groups packed")
         self._packed = _stamp(weights, biases)
         return None
@@ -138,7 +140,9 @@ def _base(layer: Any) -> nn.Linear | None:
 
 
 def _sole_owner(t: torch.Tensor) -> bool:
-    return t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    return (
+        t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    )
 
 
 def _stamp(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
@@ -146,6 +150,11 @@ def _stamp(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None
     parts = [t for t in (*weights, *biases) if t is not None]
     heads = [t for t in (weights[0], biases[0]) if t is not None]
     return (*(t.data_ptr() for t in parts), *(t.untyped_storage().nbytes() for t in heads))
+
+
+def _storage(t: torch.Tensor) -> tuple[int, int]:
+    storage = t.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
 
 
 def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:

@@ -16,10 +16,11 @@ def lora_scaled(module: nn.Module, kwargs: dict[str, Any] | None) -> Iterator[No
     if scale == 1.0:
         yield
         return
-    from diffusers.utils import scale_lora_layers, unscale_lora_layers
+    from diffusers.utils import peft_utils
 
-    scale_lora_layers(module, scale)
+    peft: Any = peft_utils
+    peft.scale_lora_layers(module, scale)
     try:
         yield
     finally:
-        unscale_lora_layers(module, scale)
+        peft.unscale_lora_layers(module, scale)

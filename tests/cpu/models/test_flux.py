@@ -180,7 +180,11 @@ def test_text_padding_is_attended_as_in_stock() -> None:
     arguments["encoder_hidden_states"][:, 8:] = 0.1
     padded, stock = both(pipe, **arguments)
     assert relative(padded, stock) < CLOSE
-    short = {**arguments, "encoder_hidden_states": arguments["encoder_hidden_states"][:, :8], "txt_ids": torch.zeros(8, 3)}
+    short = {
+        **arguments,
+        "encoder_hidden_states": arguments["encoder_hidden_states"][:, :8],
+        "txt_ids": torch.zeros(8, 3),
+    }
     trimmed, _ = both(pipe, **short)
     assert relative(trimmed, padded) > 1e-3
 
@@ -189,7 +193,7 @@ def test_every_argument_that_matters_to_stock_matters_to_us() -> None:
     """PIP-04: changing an argument changes the output exactly when it does in stock."""
     pipe = flux_pipe()
     base = inputs(pipe.transformer.config)
-    fused, stock = both(pipe, **base)
+    _, stock = both(pipe, **base)
     for name in ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "img_ids", "guidance"):
         changed_fused, changed_stock = both(pipe, **{**base, name: base[name] * 0.5 + 0.25})
         assert relative(changed_stock, stock) > 1e-6, name
@@ -300,14 +304,20 @@ def test_inference_mode_tensors_are_not_cached() -> None:
 # LoRA
 
 
-def lora_state(pipe: Any, rank: int = 4, scale: float = 0.5, seed: int = 0, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
+def lora_state(
+    pipe: Any, rank: int = 4, scale: float = 0.5, seed: int = 0, names: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
     """A state dict in diffusers' layout for every Linear of the transformer (or the named ones)."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for name, module in pipe.transformer.named_modules():
         if isinstance(module, torch.nn.Linear) and (not names or any(part in name for part in names)):
-            state[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, module.in_features, generator=generator) * scale
-            state[f"transformer.{name}.lora_B.weight"] = torch.randn(module.out_features, rank, generator=generator) * scale
+            state[f"transformer.{name}.lora_A.weight"] = (
+                torch.randn(rank, module.in_features, generator=generator) * scale
+            )
+            state[f"transformer.{name}.lora_B.weight"] = (
+                torch.randn(module.out_features, rank, generator=generator) * scale
+            )
     return state
 
 

@@ -1,0 +1,42 @@
+"""Measurements that GPU tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import fusedit
+from benchmarks.errors import step_errors
+from benchmarks.workloads import Workload
+
+
+def errors(workload: Workload, handle: fusedit.Handle, width: int, height: int, batch: int) -> tuple[float, float]:
+    """Relative L2 of one step against stock in fp32: the fused forward, and stock in bf16."""
+    workload.pipe.set_progress_bar_config(disable=True)
+    torch.manual_seed(0)
+    return step_errors(workload, handle, workload.arguments(width, height, batch))
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def compiled_kernels() -> int:
+    """How many variants of fusedit's Triton kernels this process holds."""
+    from triton.runtime.jit import JITFunction
+
+    from fusedit import ops
+
+    kernels = {
+        id(value): value
+        for op in ops.registry().values()
+        for value in vars(__import__(f"fusedit.ops.{op.name}", fromlist=["x"])).values()
+        if isinstance(value, JITFunction)
+    }
+    return sum(len(variants[0]) for kernel in kernels.values() for variants in kernel.device_caches.values())
