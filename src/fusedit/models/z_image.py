@@ -5,7 +5,7 @@ have the same padded length, patches are embedded, and the image refiner works, 
 there is one pass over the residual stream: norm of the branch, tanh gate, add, next norm and its scale. What does not
 depend on the time step (caption embedding and refiner, rotary tables, masks) is computed once a run.
 
-Letters: B items, X image tokens and T caption tokens (padded as stock does), S = X + T, C channels, H heads, D head size.
+Letters: B items, X image and T caption tokens (padded as stock does), S = X + T, C channels, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from torch import nn
 
 from fusedit import ops
 from fusedit.models._model import FusedModel, Rewrite
+from fusedit.models._z_image_layout import Layout, Table, patches, unpatched
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.linear import PackedLinear, linear
 from fusedit.runtime.lora_scale import lora_scaled
-from fusedit.runtime.z_image_layout import Layout, Table, patches, unpatched
 
 _QKV: Final = ("to_q", "to_k", "to_v")
 _NOTHING: Final = nn.Module()
 # The norm after a residual: weight [C] and scale [B, C] (None in the caption's refiner).
 _Norm = tuple[torch.Tensor, torch.Tensor | None]
+_Following = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 _Mods = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -94,10 +95,11 @@ class ZImage(FusedModel):
 
     def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         m: Any = self.module
-        given = dict(zip(self.signature, args, strict=False)) | kwargs
+        given: dict[str, Any] = dict(zip(self.signature, args, strict=False)) | kwargs
         if "joint_attention_kwargs" in given and "joint_attention_kwargs" not in kwargs:
             return "joint_attention_kwargs was given by position, where stock ignores its scale"
-        images, captions = given["x"], given["cap_feats"]
+        images: Any = given.get("x")
+        captions: Any = given.get("cap_feats")
         if given.get("siglip_feats") is not None or given.get("image_noise_mask") is not None:
             return "omni mode (siglip_feats or image_noise_mask)"
         for name, parts, ndim in (("x", images, 4), ("cap_feats", captions, 2)):
@@ -114,6 +116,8 @@ class ZImage(FusedModel):
             return f"patch size {p}, {f} that this model does not have"
         if any(image.shape[1] % f or image.shape[2] % p or image.shape[3] % p for image in images):
             return "an image that is no whole number of patches"
+        if not isinstance(given.get("controlnet_block_samples"), dict | None):
+            return "controlnet_block_samples is no dict of layer to residual"
         if m.gradient_checkpointing and torch.is_grad_enabled():
             return "gradient checkpointing"
         return _attention_reason(m)
@@ -125,8 +129,8 @@ class ZImage(FusedModel):
         cap_feats: Sequence[torch.Tensor],
         return_dict: bool = True,
         controlnet_block_samples: dict[int, torch.Tensor] | None = None,
-        siglip_feats: None = None,
-        image_noise_mask: None = None,
+        siglip_feats: None = None,  # noqa: ARG002
+        image_noise_mask: None = None,  # noqa: ARG002
         patch_size: int = 2,
         f_patch_size: int = 1,
         joint_attention_kwargs: dict[str, Any] | None = None,
@@ -171,15 +175,16 @@ class ZImage(FusedModel):
     def _refined(self, cap_feats: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
         m: Any = self.module
         norm, product = m.cap_embedder
-        h = m.cap_pad_token.new_empty(len(cap_feats), layout.captions.length, m.dim)
+        pad: torch.Tensor = m.cap_pad_token
+        h = pad.new_empty(len(cap_feats), layout.captions.length, m.dim)
         for i, feats in enumerate(cap_feats):
             count, end = feats.shape[0], layout.caption_lengths[i]
             linear(product, self.norm(feats[None], norm.weight, None, norm.eps), out=h[i : i + 1, :count])
-            h[i, count:end] = m.cap_pad_token
+            h[i, count:end] = pad
             h[i, end:] = 0
         if len(m.context_refiner):
             n = self.norm(h, *_first(m.context_refiner, None), _eps(m.context_refiner))
-            self._chain(self.context_refiner, h, n, [_NO_MODS] * len(self.context_refiner), layout.captions, None)
+            self._chain(self.context_refiner, h, n, [_NO_MODS] * len(self.context_refiner), layout.captions)
             for i, end in enumerate(layout.caption_lengths):
                 h[i, end:] = 0
         return h
@@ -202,10 +207,9 @@ class ZImage(FusedModel):
         refine = [_mods(block, temb) for block in m.noise_refiner]
         mods = [_mods(block, temb) for block in m.layers]
         n = torch.empty_like(h)
-        n_image = n[:, :wide] if layout.uniform else torch.empty_like(image)
-        then = _first(m.layers, mods) if layout.uniform and mods else None
+        then = (*_first(m.layers, mods), n[:, :wide]) if layout.uniform and mods else None
         if refine:
-            self.norm(image, *_first(m.noise_refiner, refine), _eps(m.noise_refiner), out=n_image)
+            n_image = self.norm(image, *_first(m.noise_refiner, refine), _eps(m.noise_refiner))
             self._chain(self.noise_refiner, image, n_image, refine, layout.images, then)
         if layout.uniform:
             h[:, wide:] = captions
@@ -223,7 +227,7 @@ class ZImage(FusedModel):
 
     def _embed(self, x: Sequence[torch.Tensor], image: torch.Tensor, layout: Layout, embedder: Any) -> None:
         """Patches -> image [B, X, C], with the pad token up to an item's own padded length and zeros beyond."""
-        pad = self.module.x_pad_token
+        pad: Any = self.module.x_pad_token
         if layout.one_size:
             count = layout.image_tokens[0]
             linear(embedder, patches(x, layout), out=image[:, :count])
@@ -241,12 +245,12 @@ class ZImage(FusedModel):
         n: torch.Tensor,
         mods: list[_Mods],
         table: Table,
-        then: _Norm | None,
+        then: _Following | None = None,
         residuals: dict[int, torch.Tensor] | None = None,
         rows: int | None = None,
     ) -> None:
-        """Blocks on the residual stream h, in place. n holds the first block's normed input and leaves with the norm
-        `then`; of the last block only the first `rows` rows are computed."""
+        """Blocks on the residual stream h, in place. n holds the first block's normed input and is overwritten; `then`
+        is the norm that follows and where it goes; of the last block only the first `rows` rows are computed."""
         offloaded = offload_hook(self.module)
         qkv = h.new_empty(*h.shape[:2], 3 * h.shape[2])
         for i, block in enumerate(blocks):
@@ -260,17 +264,17 @@ class ZImage(FusedModel):
             inner = (stock.attention_norm2.weight, gate_attention, stock.ffn_norm1.weight, scale_mlp, eps)
             self.gate_norm(h, y, *inner, out=(h, n))
             block.feed(n, y, offloaded)
-            following = then if last else (blocks[i + 1].stock.attention_norm1.weight, mods[i + 1][0])
+            following = then if last else (blocks[i + 1].stock.attention_norm1.weight, mods[i + 1][0], n)
             branch = (y, stock.ffn_norm2.weight, gate_mlp)
             extra = None if residuals is None else residuals.get(i)
             if following is not None and extra is None:
-                self.gate_norm(h, *branch, *following, eps, out=(h, n))
+                self.gate_norm(h, *branch, *following[:2], eps, out=(h, following[2]))
                 continue
             self.gate(h, *branch, eps, out=h)
             if extra is not None:
                 h += extra[:, : h.shape[1]]
                 if following is not None:
-                    self.norm(h, *following, eps, out=n)
+                    self.norm(h, *following[:2], eps, out=following[2])
 
     @staticmethod
     def tiny(**changes: Any) -> nn.Module:
@@ -287,7 +291,8 @@ class ZImage(FusedModel):
             "axes_dims": [4, 6, 6],
             "axes_lens": [512, 64, 64],
         }
-        return ZImageTransformer2DModel(**{**config, **changes}).eval()
+        module: nn.Module = ZImageTransformer2DModel(**{**config, **changes})  # type: ignore[no-untyped-call, assignment]
+        return module.eval()
 
 
 class _Block:
@@ -305,7 +310,7 @@ class _Block:
     ) -> torch.Tensor:
         """n [B, S, C] -> attention's output [B, rows or S, C]; qkv [B, S, 3 C] is scratch."""
         attn, model = self.stock.attention, self.model
-        packed = self.qkv(n, out=qkv, offloaded=offloaded).unflatten(-1, (3, attn.heads, -1))
+        packed = self.qkv(n, out=qkv, offloaded=offloaded).view(*n.shape[:2], 3, attn.heads, -1)
         q, k, v = packed.unbind(2)
         norms = (attn.norm_q.weight, attn.norm_k.weight)
         model.rope(packed, *norms, table.cos, table.sin, attn.norm_q.eps, out=(q, k))
@@ -340,15 +345,17 @@ def _attention_reason(m: Any) -> str | None:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
     from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
 
-    active = _AttentionBackendRegistry.get_active_backend()[0]
+    active: Any = _AttentionBackendRegistry.get_active_backend()[0]  # type: ignore[no-untyped-call]
     if active is not AttentionBackendName.NATIVE:
         return f"attention backend {active.value} is active"
     for block in (*m.noise_refiner, *m.context_refiner, *m.layers):
         processor = block.attention.processor
+        backend: Any = getattr(processor, "_attention_backend", None)
+        parallel: Any = getattr(processor, "_parallel_config", None)
         if type(processor) is not ZSingleStreamAttnProcessor:
             return f"attention processor {type(processor).__name__}"
-        if processor._attention_backend not in (None, AttentionBackendName.NATIVE):
-            return f"attention backend {processor._attention_backend} was asked for"
-        if processor._parallel_config is not None:
+        if backend not in (None, AttentionBackendName.NATIVE):
+            return f"attention backend {backend} was asked for"
+        if parallel is not None:
             return "context parallelism"
     return None
