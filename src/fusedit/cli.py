@@ -36,6 +36,7 @@ Steps = Annotated[int | None, typer.Option("--steps", help="Denoising steps.")]
 Guidance = Annotated[float | None, typer.Option("--guidance", help="Guidance scale; 0 is a value.")]
 Negative = Annotated[str | None, typer.Option("--negative", help="Negative prompt.")]
 TrueCfg = Annotated[float | None, typer.Option("--true-cfg", help="FLUX: scale of real guidance against --negative.")]
+TextTokens = Annotated[int | None, typer.Option("--text-tokens", help="Longest prompt in tokens, up to 512.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="fp32|bf16", help="Default: bf16 on a GPU, else fp32.")]
 Device = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda", help="Default: the GPU, if there is one.")]
 Lora = Annotated[str | None, typer.Option("--lora", help="LoRA file or directory, loaded by diffusers.")]
@@ -120,6 +121,7 @@ def generate(
     count: Annotated[int, typer.Option("--count", "-n", help="How many pictures: seeds seed, seed + 1, ...")] = 1,
     negative: Negative = None,
     true_cfg: TrueCfg = None,
+    text_tokens: TextTokens = None,
     dtype: Dtype = None,
     device: Device = None,
     lora: Lora = None,
@@ -140,6 +142,7 @@ def generate(
         count=count,
         negative=negative,
         true_cfg=true_cfg,
+        text_tokens=text_tokens,
         dtype=dtype,
         device=device,
         lora=lora,
@@ -150,7 +153,8 @@ def generate(
         print_json(result)
         return
     for note in result["notes"]:
-        typer.echo(f"note: {note}", err=True)
+        if note.startswith("warning"):  # the others are in the files
+            typer.echo(note, err=True)
     for image in result["images"]:
         typer.echo(f"{image['path']}  seed {image['seed']}, {image['size']}, {image['total_s']:.2f} s")
 
@@ -170,6 +174,7 @@ def compare(
     guidance: Guidance = None,
     negative: Negative = None,
     true_cfg: TrueCfg = None,
+    text_tokens: TextTokens = None,
     dtype: Dtype = None,
     device: Device = None,
     lora: Lora = None,
@@ -210,6 +215,7 @@ def compare(
         guidance=guidance,
         negative=negative,
         true_cfg=true_cfg,
+        text_tokens=text_tokens,
         reference=reference,
         min_psnr=min_psnr,
         min_ssim=min_ssim,

@@ -6,22 +6,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fusedit.drawing import Request
+from fusedit.request import Request
 from fusedit.validation import Size, check_guidance, check_size, check_steps
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """Size in pixels, denoising steps, guidance scale (None: the pipeline takes none), longest prompt in tokens."""
+    """What a model draws best with.
+
+    Attributes:
+        size: pixels.
+        steps: denoising steps.
+        guidance: guidance scale, or None where the pipeline takes none.
+        text_tokens: text lengths it was trained with, shortest first; empty: the pipeline's own default. FLUX attends
+            to padding, so the length is part of the picture, and the shortest one that holds the prompt is the best.
+    """
 
     size: Size
     steps: int
     guidance: float | None
-    text_tokens: int | None = None
+    text_tokens: tuple[int, ...] = ()
 
 
 MODELS: Final = {
-    "tiny-flux": Defaults(Size(256, 256), 20, 3.5),
+    "tiny-flux": Defaults(Size(256, 256), 20, 3.5, (32, 128, 512)),
     "tiny-z-image": Defaults(Size(256, 256), 9, 0.0),
 }
 _CLASSES: Final = {
@@ -93,8 +101,16 @@ def request_for(
         guidance=default.guidance if guidance is None else check_guidance(guidance),
         negative=negative,
         true_cfg=true_cfg,
-        text_tokens=default.text_tokens if text_tokens is None else text_tokens,
+        text_tokens=_text_tokens(pipe, default, (prompt, negative or "")) if text_tokens is None else text_tokens,
     )
+
+
+def _text_tokens(pipe: Any, default: Defaults, texts: tuple[str, ...]) -> int | None:
+    """The shortest length the model knows that cuts nothing off these texts; None leaves it to the pipeline."""
+    if not default.text_tokens:
+        return None
+    needed = max(len(pipe.tokenizer_2(text, truncation=False).input_ids) for text in texts)
+    return next((length for length in default.text_tokens if length >= needed), default.text_tokens[-1])
 
 
 def multiple_of(pipe: Any) -> int:
@@ -106,5 +122,5 @@ def guidance_note(pipe: Any, guidance: float | None) -> str | None:
     """A note when a guidance scale was asked for that this checkpoint cannot follow."""
     config = getattr(getattr(pipe, "transformer", None), "config", None)
     if guidance is not None and getattr(config, "guidance_embeds", None) is False:
-        return f"this checkpoint has no guidance embedding: guidance {guidance:g} has no effect on it"
+        return f"warning: this checkpoint has no guidance embedding: guidance {guidance:g} has no effect on it"
     return None

@@ -8,15 +8,18 @@ import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES: Final = ("fusedit", "torch", "triton", "diffusers", "transformers", "accelerate", "peft")
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge a measurement, as JSON data."""
+    import torch  # here and not above: doctor must run where torch cannot be imported
+
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),

@@ -17,6 +17,7 @@ from fusedit.validation import (
     check_prompt,
     check_seed,
     check_steps,
+    check_text_tokens,
     dtype_name,
     parse_size,
 )
@@ -35,6 +36,7 @@ class Job:
     guidance: float | None
     negative: str | None
     true_cfg: float | None
+    text_tokens: int | None
     dtype: str | None
     device: str | None
     lora: str | None
@@ -54,6 +56,7 @@ class Job:
         count: int,
         negative: str | None,
         true_cfg: float | None,
+        text_tokens: int | None,
         dtype: str | None,
         device: str | None,
         lora: str | None,
@@ -80,6 +83,7 @@ class Job:
             guidance=None if guidance is None else check_guidance(guidance),
             negative=negative,
             true_cfg=None if true_cfg is None else check_guidance(true_cfg),
+            text_tokens=None if text_tokens is None else check_text_tokens(text_tokens),
             dtype=None if dtype is None else dtype_name(dtype),
             device=device,
             lora=lora,
@@ -116,6 +120,7 @@ def generate_files(job: Job, *, quiet: bool) -> dict[str, Any]:
             guidance=job.guidance,
             negative=job.negative,
             true_cfg=job.true_cfg,
+            text_tokens=job.text_tokens,
         )
         for seed in job.seeds
     ]
@@ -126,6 +131,7 @@ def generate_files(job: Job, *, quiet: bool) -> dict[str, Any]:
         "prompt": job.prompt,
         "negative": job.negative,
         "true_cfg": job.true_cfg,
+        "text_tokens": requests[0].text_tokens,
         "lora": job.lora,
         "steps": requests[0].steps,
         "guidance": requests[0].guidance,

@@ -16,6 +16,7 @@ from fusedit.errors import ArgumentError
 
 MULTIPLE: Final = 16  # VAE factor 8 times patch 2: a size between the multiples would be rounded by the pipeline
 MAX_SEED: Final = 2**63 - 1  # what torch.Generator.manual_seed takes without wrapping a negative number around
+MAX_TEXT_TOKENS: Final = 512
 DTYPES: Final = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _HALF: Final = ("fp16", "float16", "half")
 _SIZE: Final = re.compile(r"\s*(\d+)\s*[xX×]\s*(\d+)\s*", re.ASCII)
@@ -108,6 +109,14 @@ def check_guidance(guidance: Any) -> float:
     value = float(guidance)
     if not math.isfinite(value) or value < 0:
         raise ArgumentError(f"guidance is {value:g}; give a finite number, 0 or more")
+    return value
+
+
+def check_text_tokens(length: Any) -> int:
+    """A text length in tokens: 1 to 512, what the pipelines take."""
+    value = _whole(length, "text tokens")
+    if not 1 <= value <= MAX_TEXT_TOKENS:
+        raise ArgumentError(f"text tokens is {value}; give 1 to {MAX_TEXT_TOKENS}")
     return value
 
 

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import gc
-import statistics
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusedit.defaults import guidance_note, model_name, request_for
-from fusedit.drawing import Drawing, Request, device_of, draw, initial_noise
+from fusedit.drawing import device_of
 from fusedit.environment import environment
-from fusedit.errors import ArgumentError, NonFiniteError, UnsupportedPipelineError
+from fusedit.errors import ArgumentError, UnsupportedPipelineError
 from fusedit.plan import Plan
 from fusedit.progress import Progress
+from fusedit.quality.bench import Bench
 from fusedit.quality.gates import Gates, Verdict, judge
 from fusedit.quality.guilty import Guilt, find_guilty
-from fusedit.quality.metrics import flip_installed, flip_map, measure, psnr, relative_l2
+from fusedit.quality.metrics import flip_installed, flip_map, measure
 from fusedit.quality.noise import BaselineNoise
 from fusedit.quality.reference import compute_dtype, fp32_twin, twin
 from fusedit.quality.result import Comparison, Failure, Pair
 from fusedit.report import Report
-from fusedit.timing import Lap, Timing
+from fusedit.timing import Timing
 from fusedit.validation import check_choice, check_prompts, check_seeds
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-
-NOISE_PAIRS = 3  # pictures that stock draws twice, to know its own noise; the first time is the warm-up
 
 
 def compare(
@@ -45,6 +41,7 @@ def compare(
     guidance: float | None = None,
     negative: str | None = None,
     true_cfg: float | None = None,
+    text_tokens: int | None = None,
     reference: str | None = None,
     min_psnr: float | None = None,
     min_ssim: float | None = None,
@@ -67,6 +64,7 @@ def compare(
         height, width: pixels, multiples of 16; None: the model's own.
         steps, guidance: None: the model's own; guidance 0 is a value.
         negative, true_cfg: negative prompt and FLUX's true CFG scale.
+        text_tokens: longest prompt in tokens; None: the model's own.
         reference: None or `same`: stock in the same dtype; `fp32` draws stock in fp32 too and adds the yardstick.
         min_psnr, min_ssim: gates in dB and -1 to 1; None: the rule of `exact` for the dtype (fusedit.quality.gates).
         gate_on: `min` judges the worst pair, `median` the middle one.
@@ -91,6 +89,7 @@ def compare(
         request_for(
             pipe, prompt, seed, width=width, height=height, steps=steps, guidance=guidance, negative=negative,
             true_cfg=true_cfg,
+            text_tokens=text_tokens,
         )
         for prompt in check_prompts(prompts)
         for seed in check_seeds(seeds)
@@ -102,7 +101,7 @@ def compare(
     )
     if flip and not flip_installed():
         flip_map(*[torch.zeros(16, 16, 3).numpy()] * 2)  # raises the error that names the extra, before any drawing
-    bench = _Bench(twin(pipe), requests, progress or Progress())
+    bench = Bench(twin(pipe), requests, progress or Progress())
     bench.fp32 = fp32_twin(pipe) if wanted == "fp32" and dtype != "fp32" else None
     bench.handle = accelerate(bench.pipe, chosen, strict=strict)
     try:
@@ -124,6 +123,8 @@ def compare(
         size=requests[0].size,
         steps=requests[0].steps,
         guidance=requests[0].guidance,
+        negative=negative,
+        true_cfg=requests[0].true_cfg,
         reference=wanted,
         stock=Timing.of(bench.laps["stock"], bench.warm["stock"]),
         fused=Timing.of(bench.laps["fused"], bench.warm["fused"]),
@@ -132,122 +133,15 @@ def compare(
         noise=BaselineNoise.of(bench.twice),
         rewritten=report.rewritten,
         refused=report.refused,
-        notes=(*report.notes, *_notes(pipe, report, wanted, dtype, guidance)),
+        notes=(*report.notes, *_notes(pipe, report, bool(bench.laps["fused"]), wanted, dtype, guidance)),
         verdict=verdict,
         guilt=guilt,
         environment=environment(device_of(pipe)),
     )
 
 
-class _Bench:
-    """One twin pipeline, its handle, and everything drawn with it so far."""
-
-    def __init__(self, pipe: Any, requests: Sequence[Request], progress: Progress) -> None:
-        self.pipe = pipe
-        self.requests = requests
-        self.progress = progress
-        self.handle: Any = None
-        self.fp32: Any = None
-        self.warm: dict[str, list[Lap]] = {"stock": [], "fused": []}
-        self.laps: dict[str, list[Lap]] = {"stock": [], "fused": []}
-        self.ratios: list[float] = []
-        self.twice: list[tuple[Drawing, Drawing]] = []
-        self.first: dict[int, Drawing] = {}
-
-    def attempt(self, arm: str, index: int, what: str | None = None) -> Drawing | Failure:
-        """Draw one picture; NaN or infinity becomes a Failure, except in a weight, which spoils every picture."""
-        request = self.requests[index]
-        self.progress.picture(what or f"{arm}, {request.prompt[:32]!r} seed {request.seed}")
-        try:
-            with self.handle.paused() if arm == "stock" else nullcontext():
-                return draw(self.pipe, request, on_step=self.progress.step)
-        except NonFiniteError as error:
-            if error.stage == "weights":
-                raise
-            return Failure(arm, error.stage, error.step, f"{arm}, seed {request.seed}: {error}")
-        finally:
-            self.progress.finish_picture()
-
-    def warm_up(self) -> None:
-        """First calls pay for what later ones do not; stock's also serve to measure its own noise."""
-        repeated = min(NOISE_PAIRS, len(self.requests))
-        self.progress.begin("warm-up", repeated + 1)
-        for index in range(repeated):
-            drawn = self.attempt("stock", index)
-            if isinstance(drawn, Drawing):
-                self.warm["stock"].append(drawn.lap)
-                self.first[index] = drawn
-        drawn = self.attempt("fused", 0)
-        if isinstance(drawn, Drawing):
-            self.warm["fused"].append(drawn.lap)
-        self.progress.begin("comparing", 2 * len(self.requests))
-
-    def pair(self, index: int, exact: Drawing | None, flip: bool | None) -> Pair:
-        """Both arms back to back, the first one changing from pair to pair, so that drift favours neither."""
-        arms = ("stock", "fused") if index % 2 == 0 else ("fused", "stock")
-        drawn = {arm: self.attempt(arm, index) for arm in arms}
-        stock, fused = drawn["stock"], drawn["fused"]
-        for arm, drawing in drawn.items():
-            if isinstance(drawing, Drawing):
-                self.laps[arm].append(drawing.lap)
-        if isinstance(stock, Drawing) and index in self.first:
-            self.twice.append((self.first.pop(index), stock))
-        if isinstance(stock, Drawing) and isinstance(fused, Drawing):
-            self.ratios.append(stock.lap.total_s / fused.lap.total_s)
-        return _measured(self.requests[index], stock, fused, exact, flip)
-
-    def speedup(self) -> float | None:
-        return statistics.median(self.ratios) if self.ratios else None
-
-    def draw_fp32(self) -> dict[int, Drawing]:
-        """Stock in fp32 from the same initial noise, before anything is timed; its copies of the weights go again."""
-        if self.fp32 is None:
-            return {}
-        drawings = {}
-        self.progress.begin("stock fp32", len(self.requests))
-        for index, request in enumerate(self.requests):
-            self.progress.picture(f"seed {request.seed}")
-            noise = initial_noise(self.pipe, request).float()
-            drawings[index] = draw(self.fp32, request, noise=noise, on_step=self.progress.step)
-            self.progress.finish_picture()
-        self.fp32 = None
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return drawings
-
-
-def _measured(
-    request: Request, stock: Drawing | Failure, fused: Drawing | Failure, exact: Drawing | None, flip: bool | None
-) -> Pair:
-    failures = tuple(arm for arm in (stock, fused) if isinstance(arm, Failure))
-    drawn = [arm for arm in (fused, stock) if isinstance(arm, Drawing)]
-    wrong = [arm.size for arm in drawn if arm.size != request.size]
-    size = wrong[0] if wrong else drawn[0].size if drawn else None
-    stock_pixels = stock.pixels if isinstance(stock, Drawing) else None
-    fused_pixels = fused.pixels if isinstance(fused, Drawing) else None
-    if isinstance(stock, Failure) or isinstance(fused, Failure) or wrong:
-        return Pair(request.prompt, request.seed, size, failures=failures, stock=stock_pixels, fused=fused_pixels)
-    found = measure(stock.pixels, fused.pixels, flip)
-    return Pair(
-        prompt=request.prompt,
-        seed=request.seed,
-        size=size,
-        psnr_db=found.psnr_db,
-        ssim=found.ssim,
-        max_abs_diff=found.max_abs_diff,
-        flip=found.flip,
-        latents_rel_l2=relative_l2(stock.latents, fused.latents),
-        stock_fp32_db=None if exact is None else psnr(exact.pixels, stock.pixels),
-        fused_fp32_db=None if exact is None else psnr(exact.pixels, fused.pixels),
-        stock=stock_pixels,
-        fused=fused_pixels,
-        flip_map=found.flip_map,
-    )
-
-
 def _search(
-    bench: _Bench, plan: Plan, pairs: Sequence[Pair], gates: Gates, verdict: Verdict, report: Report
+    bench: Bench, plan: Plan, pairs: Sequence[Pair], gates: Gates, verdict: Verdict, report: Report
 ) -> Guilt | None:
     """Find the guilty rewrite with the worst pair that stock draws well, or say that stock shows it too."""
     from fusedit.pipeline import accelerate
@@ -291,13 +185,13 @@ def _badness(pair: Pair) -> float:
     return float("-inf") if pair.psnr_db is None else pair.psnr_db
 
 
-def _notes(pipe: Any, report: Report, reference: str, dtype: str, guidance: float | None) -> list[str]:
+def _notes(pipe: Any, report: Report, drawn: bool, reference: str, dtype: str, guidance: float | None) -> list[str]:
     notes = []
-    never = [site for site in report.rewritten if site.fused == 0]
+    never = [site for site in report.rewritten if site.fused == 0 and drawn]
     for site in never:
         why = "; ".join(site.reasons) or "the model never reached it"
         notes.append(f"warning: {site.site} never ran fused: {why}")
-    if len(never) == len(report.rewritten):
+    if drawn and len(never) == len(report.rewritten):
         notes.append("warning: no rewrite ran, so this compares stock with stock")
     if reference == "fp32" and dtype == "fp32":
         notes.append("the pipeline is in fp32 already, so stock is the fp32 reference")

@@ -32,16 +32,15 @@ def difference_map(reference: NDArray[np.float32], picture: NDArray[np.float32])
 
 
 def amplified(error: NDArray[np.float32]) -> tuple[NDArray[np.float32], int]:
-    """An error map [height, width] as colours, and the power of ten it was multiplied by.
+    """An error map [height, width] as colours, and the factor it was multiplied by.
 
-    The factor is the largest power of ten that leaves the largest error at or below 1, so nothing is clipped.
+    The factor is the largest of 1, 2, 5, 10, 20, ... that leaves the largest error at or below 1: nothing is clipped.
     """
     import numpy as np
 
     largest = float(error.max(initial=0.0))
-    factor = 1
-    while 0.0 < largest * factor * 10 <= 1.0 and factor < 10**9:
-        factor *= 10
+    factors = [lead * 10**zeros for zeros in range(9) for lead in (1, 2, 5)]
+    factor = max((f for f in factors if largest * f <= 1.0), default=1) if largest > 0.0 else 1
     ramp = np.asarray(_RAMP, dtype=np.float32) / 255
     place = np.clip(error * factor, 0.0, 1.0) * (len(ramp) - 1)
     low = np.minimum(place.astype(np.int64), len(ramp) - 2)

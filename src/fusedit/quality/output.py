@@ -30,8 +30,10 @@ def write_comparisons(folder: Path, results: Sequence[Comparison], result: Mappi
     """
     contents: dict[Path, bytes] = {folder / "report.html": page(results, title).encode()}
     contents[folder / "result.json"] = json_bytes(result)
-    for comparison in results:
-        prefix = f"{slug(comparison.model)}-" if len(results) > 1 else ""
+    names = [slug(comparison.model) for comparison in results]
+    for place, comparison in enumerate(results, start=1):
+        again = f"-{place}" if names.count(names[place - 1]) > 1 else ""  # the same model twice: no file may be lost
+        prefix = f"{names[place - 1]}{again}-" if len(results) > 1 else ""
         for number, pair in enumerate(comparison.pairs, start=1):
             for kind, pixels, extra in pictures(pair):
                 settings = {**settings_of(comparison, pair), "picture": kind, **extra}
@@ -66,6 +68,9 @@ def settings_of(comparison: Comparison, pair: Pair) -> dict[str, Any]:
         "size": None if pair.size is None else str(pair.size),
         "steps": comparison.steps,
         "guidance": comparison.guidance,
+        "negative": comparison.negative,
+        "true_cfg": comparison.true_cfg,
+        "text_tokens": pair.text_tokens,
         "dtype": comparison.dtype,
         "device": comparison.device,
         "plan": comparison.plan,

@@ -90,8 +90,8 @@ def _section(result: Comparison) -> _Html:
 
 def _tiles(result: Comparison) -> _Html:
     tiles = [
-        ("whole call", words.ratio(result.speedup), "stock by fused"),
-        ("denoising step", words.ratio(result.speedup_step), "stock by fused"),
+        ("whole call", words.ratio(result.speedup), "stock time by fused time"),
+        ("denoising step", words.ratio(result.speedup_step), "stock time by fused time"),
         ("lowest PSNR", words.decibels(worst([pair.psnr_db for pair in result.pairs])), f"{len(result.pairs)} pairs"),
         ("rewritten", str(len(result.rewritten)), f"{len(result.refused)} refused"),
     ]
@@ -169,7 +169,7 @@ def _sites(result: Comparison) -> _Html:
     table = tag("table", tag("thead", tag("tr", *[tag("th", name) for name in names])), tag("tbody", *rows))
     notes = tag("ul", *[tag("li", note) for note in result.notes]) if result.notes else _Html("")
     label = f"Sites: {len(result.rewritten)} rewritten, {len(result.refused)} refused"
-    return tag("details", tag("summary", label), tag("div", table, cls="scroll"), notes)
+    return tag("details", tag("summary", label), tag("div", table, cls="scroll wide"), notes)
 
 
 def _environment(result: Comparison) -> _Html:

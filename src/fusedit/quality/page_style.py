@@ -27,10 +27,11 @@ h2 { font-size: 1.35rem; margin: 0; overflow-wrap: anywhere; }
 .badge.bad, .verdict.bad { color: var(--bad); background: var(--bad-ground); }
 .facts { color: var(--soft); margin: 4px 0 16px; }
 .verdict { border-radius: 8px; padding: 8px 12px; font-size: .92rem; margin: 12px 0; overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 12px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; }
 .tile { border: 1px solid var(--line); border-radius: 10px; padding: 10px 14px; }
 .label { color: var(--soft); font-size: .8rem; }
-.value { font-size: 1.5rem; font-weight: 650; font-variant-numeric: tabular-nums; line-height: 1.25; }
+.value { font-size: 1.5rem; font-weight: 650; font-variant-numeric: tabular-nums; line-height: 1.25; white-space: nowrap; }
+.wide table { min-width: 640px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 6px 12px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top; }

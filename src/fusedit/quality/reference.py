@@ -38,7 +38,7 @@ def fp32_twin(pipe: Any) -> Any:
     """
     other = twin(pipe)
     for name, module in modules_of(pipe):
-        if any(hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook") for part in module.modules()):
+        if any(_hooked(part) for part in module.modules()):
             raise ArgumentError(
                 f"the fp32 reference needs a copy of {name}, which is offloaded; compare before enabling offload"
             )
@@ -46,6 +46,11 @@ def fp32_twin(pipe: Any) -> Any:
             raise ArgumentError(f"the fp32 reference needs the unquantised weights of {name}; load those")
         vars(other)[name] = out_of_memory_as_error(partial(_in_fp32, module), f"copying {name} to fp32", other)
     return other
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    """Whether accelerate or diffusers moves this module's weights; an empty hook registry is only left over."""
+    return hasattr(module, "_hf_hook") or bool(getattr(getattr(module, "_diffusers_hook", None), "hooks", None))
 
 
 def _in_fp32(module: torch.nn.Module) -> torch.nn.Module:

@@ -43,6 +43,7 @@ class Pair:
     Attributes:
         prompt, seed: what was drawn.
         size: true size of the fused picture (of the stock one where fused failed), or None if neither was drawn.
+        text_tokens: longest prompt in tokens; None: the pipeline's own.
         psnr_db, ssim, max_abs_diff, flip, latents_rel_l2: fused against stock in the same dtype; None where either
             was not drawn, or (flip) flip-evaluator is not installed.
         stock_fp32_db, fused_fp32_db: PSNR of each against stock in fp32; None unless that reference was asked for.
@@ -53,6 +54,7 @@ class Pair:
     prompt: str
     seed: int
     size: Size | None
+    text_tokens: int | None = None
     psnr_db: float | None = None
     ssim: float | None = None
     max_abs_diff: float | None = None
@@ -70,6 +72,7 @@ class Pair:
             "prompt": self.prompt,
             "seed": self.seed,
             "size": None if self.size is None else str(self.size),
+            "text_tokens": self.text_tokens,
             "psnr_db": self.psnr_db,
             "ssim": self.ssim,
             "max_abs_diff": self.max_abs_diff,
@@ -90,7 +93,7 @@ class Comparison:
         model, pipeline: the model's name and the pipeline's class.
         plan: the plan as JSON data.
         device, dtype: such as `cuda` and `bf16`.
-        size, steps, guidance: what was drawn; guidance None where the pipeline takes none.
+        size, steps, guidance, negative, true_cfg: what was drawn; guidance None where the pipeline takes none.
         reference: `same` (stock in the same dtype) or `fp32` (the yardstick is in the pairs too).
         stock, fused: times of both arms, interleaved in one process, warm-up apart.
         speedup_measured: median over the pairs of stock's seconds by fused's seconds for the whole call, whatever the
@@ -111,6 +114,8 @@ class Comparison:
     size: Size
     steps: int
     guidance: float | None
+    negative: str | None
+    true_cfg: float | None
     reference: str
     stock: Timing
     fused: Timing
@@ -148,6 +153,8 @@ class Comparison:
                 "size": str(self.size),
                 "steps": self.steps,
                 "guidance": self.guidance,
+                "negative": self.negative,
+                "true_cfg": self.true_cfg,
                 "reference": self.reference,
                 "stock": self.stock.to_dict(),
                 "fused": self.fused.to_dict(),

@@ -86,7 +86,7 @@ def test_a_red_verdict_shows_no_speedup_and_names_the_rewrite(flux: Any, broken:
     assert not any(character.isdigit() for line in ratios for character in line)
     write_comparisons(tmp_path, [result], data, "t")
     page = (tmp_path / "report.html").read_text()
-    assert "stock by fused" not in page
+    assert "stock time by fused time" not in page
 
 
 def test_nan_names_the_step_and_the_rewrite_and_saves_no_picture(flux: Any, broken: Any, tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from tiny_pipes import SMALL
 
 from fusedit import timing
 from fusedit.defaults import request_for
-from fusedit.drawing import Request, draw, initial_noise
+from fusedit.drawing import draw, initial_noise
 from fusedit.errors import ArgumentError, DeviceMemoryError, NonFiniteError, UnsupportedPipelineError
 from fusedit.finite import bad_weight
+from fusedit.request import Request
 
 
 @pytest.fixture(params=["flux", "z_image"])
