@@ -1,0 +1,88 @@
+"""The fused decoder on a GPU with the real configuration, random weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.gpu import compiled_kernels, peak_bytes
+from support.pipes import relative
+
+import fusedit
+from benchmarks.workloads import Workload, z_image_turbo
+
+
+@pytest.fixture(scope="module")
+def workload() -> Iterator[Workload]:
+    torch.manual_seed(0)
+    yield z_image_turbo(n_layers=1)
+    torch.cuda.empty_cache()
+
+
+def latents(height: int, width: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(2)
+    return torch.randn(batch, 16, height, width, device="cuda", generator=generator).to(dtype)
+
+
+def decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        picture: torch.Tensor = vae.decode(z, return_dict=False)[0]
+    return picture
+
+
+@pytest.mark.parametrize(("height", "width", "batch"), [(64, 64, 1), (128, 128, 1), (33, 61, 3)])
+def test_bf16_error_is_not_above_stock(workload: Workload, height: int, width: int, batch: int) -> None:
+    vae, z = workload.pipe.vae, latents(height, width, batch)
+    stock = decode(vae, z)
+    handle = fusedit.accelerate(workload.pipe)
+    fused = decode(vae, z)
+    sites = {site.site: site for site in handle.report().rewritten}
+    handle.restore()
+    exact = decode(copy.deepcopy(vae).float(), z.float())
+    assert sites["vae.group_norm_silu"].fused == 30
+    assert fused.is_contiguous()
+    assert relative(fused, exact) <= 1.05 * relative(stock, exact)
+
+
+def test_fp32_matches_stock(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TF32 off on both sides, so that only the order of sums differs."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    pipe = copy.copy(workload.pipe)
+    pipe.vae = copy.deepcopy(workload.pipe.vae).float()
+    z = latents(32, 48, dtype=torch.float32)
+    stock = decode(pipe.vae, z)
+    handle = fusedit.accelerate(pipe)
+    fused = decode(pipe.vae, z)
+    handle.restore()
+    assert relative(fused, stock) < 1e-4
+
+
+def test_no_memory_above_stock_and_no_compilation_for_new_sizes(workload: Workload) -> None:
+    vae, z = workload.pipe.vae, latents(128, 128)
+    decode(vae, z)
+    stock = peak_bytes(lambda: decode(vae, z))
+    handle = fusedit.accelerate(workload.pipe)
+    decode(vae, z)
+    assert peak_bytes(lambda: decode(vae, z)) <= stock
+    before = compiled_kernels()
+    for height, width, batch in ((64, 64, 1), (40, 72, 2), (33, 61, 1)):
+        decode(vae, latents(height, width, batch))
+    assert compiled_kernels() == before
+    handle.restore()
+
+
+def test_tiled_decode_is_accelerated(workload: Workload) -> None:
+    vae, z = workload.pipe.vae, latents(96, 160)
+    vae.tile_sample_min_size, vae.tile_latent_min_size = 512, 64
+    vae.enable_tiling()
+    stock = decode(vae, z)
+    handle = fusedit.accelerate(workload.pipe)
+    fused = decode(vae, z)
+    sites = {site.site: site for site in handle.report().rewritten}
+    handle.restore()
+    vae.disable_tiling()
+    assert sites["vae.channels_last"].fused == 2 * 4
+    assert relative(fused, stock) < 0.05
