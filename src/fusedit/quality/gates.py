@@ -141,7 +141,11 @@ def _gate(values: Sequence[float | None], floor: float, on: str, what: str, unit
     word = "lowest" if on == "min" else "median"
     passed = value >= floor
     relation = ">=" if passed else "<"
-    return Check(passed, f"{word} {what} {value:.{digits}f}{unit} {relation} {floor:g}{unit} over {len(known)} pairs")
+    return Check(passed, f"{word} {what} {value:.{digits}f}{unit} {relation} {floor:g}{unit} over {_pairs(len(known))}")
+
+
+def _pairs(count: int) -> str:
+    return "1 pair" if count == 1 else f"{count} pairs"
 
 
 def _against_yardstick(pairs: Sequence[Measured]) -> Check:
@@ -154,7 +158,7 @@ def _against_yardstick(pairs: Sequence[Measured]) -> Check:
         return Check(False, f"stock is identical to stock fp32, ours is {ours:.1f} dB from it")
     chance = allowance(stock, fused)
     passed = ours >= theirs - SLACK_DB - chance
-    by_chance = f" and {chance:.1f} dB for the chance in {len(pairs)} pairs" if chance else ""
+    by_chance = f" and {chance:.1f} dB for the chance in {_pairs(len(pairs))}" if chance else ""
     return Check(
         passed,
         f"median PSNR against stock fp32: ours {ours:.1f} dB, stock {theirs:.1f} dB; "

@@ -30,7 +30,8 @@ h2 { font-size: 1.35rem; margin: 0; overflow-wrap: anywhere; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; }
 .tile { border: 1px solid var(--line); border-radius: 10px; padding: 10px 14px; }
 .label { color: var(--soft); font-size: .8rem; }
-.value { font-size: 1.5rem; font-weight: 650; font-variant-numeric: tabular-nums; line-height: 1.25; white-space: nowrap; }
+.value { font-size: 1.5rem; font-weight: 650; font-variant-numeric: tabular-nums; line-height: 1.25; }
+.value { white-space: nowrap; }
 .wide table { min-width: 640px; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
