@@ -190,7 +190,7 @@ class Op(Generic[P, R]):
         self.ran[backend.name] += 1
         if backend.name == "plain":
             result = self.plain(*args, **kwargs, out=out)
-            return out if out is not None else result
+            return out if out is not None else self._as_allocated(result)
         if outs is None:
             outs = [self._allocate(x, shape) for shape in shapes]
         direct = [t if self._fits(t) else self._allocate(x, t.shape) for t in outs]
@@ -204,16 +204,20 @@ class Op(Generic[P, R]):
                 target.copy_(made)
         return out if out is not None else self._pack(outs)
 
+    def _as_allocated(self, result: Any) -> Any:
+        """Plain torch may keep the strides of a transposed input; an op's result is laid out as its fake says."""
+        if self._allocate is not _empty:
+            return result
+        return result.contiguous() if self._outputs == 1 else tuple(t.contiguous() for t in result)
+
     def _traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out = kwargs.pop("out", None)
         if torch.is_grad_enabled():
             self._refuse_grad((*args, *kwargs.values()))
         if out is None:
             return self._functional(*args, **kwargs)
-        if self._outputs == 1:
-            self._mutating(*args, **kwargs, out=out)
-        else:
-            self._mutating(*args, **kwargs, **{f"out_{place}": t for place, t in enumerate(out)})
+        outs = [out] if self._outputs == 1 else out
+        self._mutating(*args, **kwargs, **{f"out_{place}": t for place, t in enumerate(outs)})
         return out
 
     def _plain_mixed(self, dtype: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
@@ -277,7 +281,8 @@ class Op(Generic[P, R]):
         for p in parameters:
             default = "" if p.default is inspect.Parameter.empty else f"={p.default!r}"
             declared.append(f"{_SCHEMA[hints[p.name]]} {p.name}{default}")
-        names = ["out"] if outputs == 1 else [f"out_{place}" for place in range(outputs)]
+        # Not `out`: dynamo refuses an argument of that name that is no dense tensor.
+        names = [f"out_{place}" for place in range(outputs)]
         results = "Tensor" if outputs == 1 else "(" + ", ".join(["Tensor"] * outputs) + ")"
         targets = ", ".join(f"Tensor({chr(97 + place)}!) {name}" for place, name in enumerate(names))
         inputs = ", ".join(declared)

@@ -35,11 +35,16 @@ Tensor = torch.Tensor
 
 def reference(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, scale: float | None = None) -> Tensor:
     q, k, v = wide(q, k, v)
-    logits = torch.einsum("bshd,bthd->bhst", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    p = logits.softmax(-1)
-    if key_mask is not None:
-        p = torch.nan_to_num(logits.masked_fill(~key_mask[:, None, None], float("-inf")).softmax(-1), nan=0.0)
-    return torch.einsum("bhst,bthd->bshd", p, v)
+    heads = []
+    for h in range(q.shape[2]):  # one head at a time: all logits of a picture at once would not fit everywhere
+        logits = q[:, :, h] @ k[:, :, h].transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if key_mask is not None:
+            logits = logits.masked_fill(~key_mask[:, None], float("-inf"))
+        p = logits.softmax(-1)
+        if key_mask is not None:
+            p = p.masked_fill(~key_mask.any(1)[:, None, None], 0.0)
+        heads.append(p @ v[:, :, h])
+    return torch.stack(heads, dim=2)
 
 
 def plain(

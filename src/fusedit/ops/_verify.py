@@ -1,0 +1,105 @@
+"""The 2x rule: an op's result against fp64, measured by the error of plain torch in the same dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedit.ops._cases import Case, place
+from fusedit.ops._op import Op
+
+Tensor = torch.Tensor
+SLACK = 1e-6
+
+
+class Error(NamedTuple):
+    """Distance of a result from the truth: max |y - r| / max |r|, and |y - r| / |r| in the 2-norm."""
+
+    largest: float
+    relative_l2: float
+
+    def within(self, other: Error) -> bool:
+        """At most twice the other's, plus 1e-6; NaN is never within."""
+        return self.largest <= 2 * other.largest + SLACK and self.relative_l2 <= 2 * other.relative_l2 + SLACK
+
+
+def error(y: Tensor, truth: Tensor) -> Error:
+    if truth.numel() == 0:
+        return Error(0.0, 0.0)
+    d = y.double() - truth
+    size, norm = truth.abs().max().clamp_min(1e-300), truth.norm().clamp_min(1e-300)
+    return Error(float(d.abs().max() / size), float(d.norm() / norm))
+
+
+def verify(op: Op[..., Any], case: Case, dtype: torch.dtype, device: str | torch.device = "cpu") -> list[str]:
+    """Runs one case in every way it can be called; returns a sentence for each way that is wrong.
+
+    Fresh results; results into memory full of NaN; into a slice of a wider buffer, whose rest must stay as it was; and
+    onto an input, where the case has an `alias`.
+    """
+    args, kwargs = case.build(dtype, device)
+    truths = _list(op.reference(*map(_double, args), **kwargs))
+    plains = [error(y, truth) for y, truth in zip(_list(op.plain(*args, **kwargs)), truths, strict=True)]
+    wrong = []
+    for way, results in _ways(op, case, dtype, device, args, kwargs, truths):
+        if isinstance(results, str):
+            wrong.append(f"{way}: {results}")
+            continue
+        for index, (y, truth, allowed) in enumerate(zip(results, truths, plains, strict=True)):
+            if y.shape != truth.shape or y.dtype != dtype:
+                wrong.append(f"{way}[{index}]: {y.dtype}{list(y.shape)}, not {dtype}{list(truth.shape)}")
+            elif not error(y, truth).within(allowed):
+                wrong.append(f"{way}[{index}]: {error(y, truth)}, plain torch {allowed}")
+    again, _ = case.build(dtype, device)
+    for index, (before, after) in enumerate(zip(again, args, strict=True)):
+        if isinstance(before, Tensor) and not torch.equal(before, after):
+            wrong.append(f"argument {index} was changed")
+    return wrong
+
+
+def _ways(
+    op: Op[..., Any],
+    case: Case,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    truths: list[Tensor],
+) -> Iterator[tuple[str, list[Tensor] | str]]:
+    fresh = _list(op(*args, **kwargs))
+    yield "fresh", fresh
+    outs = [torch.full_like(y, float("nan")) for y in fresh]
+    returned = op(*args, **kwargs, out=_tuple(outs))
+    yield "out", outs
+    if any(a is not b for a, b in zip(_list(returned), outs, strict=True)):
+        yield "out", "returned another tensor than out"
+    for layout in ("sliced", "joint") if truths[0].ndim > 2 else ("sliced",):
+        outs = [place(torch.full(t.shape, float("nan"), dtype=dtype, device=device), layout) for t in truths]
+        for t in outs:  # the buffer around the slice is NaN too
+            torch.as_strided(t, (t.untyped_storage().nbytes() // t.element_size(),), (1,), 0).fill_(float("nan"))
+        op(*args, **kwargs, out=_tuple(outs))
+        yield f"out {layout}", [t.clone() for t in outs]
+        for t in outs:
+            t.fill_(float("nan"))
+            whole = torch.as_strided(t, (t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+            if not bool(whole.isnan().all()):
+                yield f"out {layout}", "wrote outside of out"
+    if case.alias is not None:
+        own, _ = case.build(dtype, device)
+        on_top = case.alias(*own)
+        op(*own, **kwargs, out=on_top)
+        yield "alias", _list(on_top)
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _list(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _tuple(tensors: list[Tensor]) -> Any:
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)

@@ -1,0 +1,50 @@
+"""Run by the tests in a process of its own: every small case through the Triton interpreter, findings as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import numpy as np
+import torch
+
+from fusedit import ops
+from fusedit.ops import _triton
+from fusedit.ops._verify import error, verify
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    np.seterr(over="ignore")  # exp(-x) may overflow to infinity on purpose: 1 / (1 + inf) is the right 0
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    assert _triton.interpreting()
+    share, of = int(sys.argv[1]), int(sys.argv[2])
+    jobs = [(op, case) for op in ops.registry().values() for case in op.cases if "small" in case.tags]
+    found = {}
+    for op, case in jobs[share::of]:
+        for dtype in (torch.float32, torch.float16):
+            op.ran.clear()
+            wrong = verify(op, case, dtype)
+            found[f"{op.name}/{case.name}/{str(dtype)[6:]}"] = {"wrong": wrong, "ran": dict(op.ran)}
+    if share == 0:
+        found["group_norm_silu/large-mean"] = large_mean()
+    print(json.dumps(found))
+
+
+def large_mean() -> dict[str, float]:
+    """Error of the kernel, and of torch where it does not cancel (NCHW), with a mean of 1000 deviations."""
+    op = ops.group_norm_silu
+    x = torch.randn((1, 8, 40, 40), generator=torch.Generator().manual_seed(1)) + 1000
+    weight, bias = torch.ones(8), torch.zeros(8)
+    truth = op.reference(x.double(), weight.double(), bias.double(), 2, silu=False)
+    made = op(x.contiguous(memory_format=torch.channels_last), weight, bias, 2, silu=False)
+    return {
+        "kernel": error(made, truth).relative_l2,
+        "torch": error(op.plain(x, weight, bias, 2, silu=False), truth)[1],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Every kernel without a GPU: its values through the interpreter, its machine code for six chips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fusedit import ops
+
+pytest.importorskip("triton")
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may have
+
+
+def small_cases() -> Iterator[str]:
+    for op in ops.registry().values():
+        for case in op.cases:
+            if "small" in case.tags:
+                yield from (f"{op.name}/{case.name}/{dtype}" for dtype in ("float32", "float16"))
+
+
+@pytest.mark.parametrize("which", list(small_cases()))
+def test_interpreter_agrees_with_the_reference(interpreted: dict[str, Any], which: str) -> None:
+    result = interpreted[which]
+    assert result["wrong"] == []
+    if "empty" in which:
+        assert result["ran"] == {}, "an empty input launched something"
+    elif not which.startswith("attention/"):
+        assert set(result["ran"]) == {"triton"}
+
+
+def test_group_norm_does_not_cancel(interpreted: dict[str, Any]) -> None:
+    found = interpreted["group_norm_silu/large-mean"]
+    assert found["torch"] < 6e-5
+    assert found["kernel"] < 1000 * 2**-24  # half the spacing of fp32 at the mean: no more than its rounding
+
+
+def builds() -> Iterator[tuple[str, int]]:
+    for op in ops.registry().values():
+        for build in op.builds():
+            for capability in SHARED_MEMORY:
+                if capability == 90 or build.name.endswith("bf16"):
+                    yield f"{op.name}/{build.name}", capability
+
+
+def traits(which: str) -> frozenset[str]:
+    name, build = which.split("/")
+    return next(b.traits for b in ops.registry()[name].builds() if b.name == build)
+
+
+@pytest.mark.parametrize(("which", "capability"), list(builds()))
+def test_compiles_ahead_of_time(compiled: dict[str, Any], which: str, capability: int) -> None:
+    made = compiled[f"{which}/{capability}"]
+    assert made["shared"] <= SHARED_MEMORY[capability] * 1024
+    if "no-spill" in traits(which):
+        assert made["stack"] == 0
+    # Where an output lies on an input, each thread must write only what it has read itself.
+    seen = {kind: {kept for k, kept in made["layouts"] if k == kind} for kind in ("load", "store")}
+    if not which.startswith(("qk_norm_rope", "group_norm_silu")):
+        assert seen["store"]
+        assert seen["store"] <= seen["load"]
+
+
+@pytest.mark.parametrize("which", sorted({which for which, _ in builds() if "vector" in " ".join(traits(which))}))
+def test_aligned_variant_moves_16_bytes_at_once(compiled: dict[str, Any], which: str) -> None:
+    accesses = compiled[f"{which}/90"]["accesses"]
+    stores = [a for a in accesses if a.startswith("st")]
+    assert stores
+    assert all(".v4." in a for a in stores), stores
+    loads = [a for a in accesses if a.startswith("ld")]
+    if "vector" in traits(which):
+        assert all(".v4." in a or ".v2." in a for a in loads), loads
+    assert sum(".v4." in a for a in loads) >= len(stores)
+
+
+def test_a_new_length_stride_or_slice_compiles_nothing() -> None:
+    kernels = {id(b.kernel): b.kernel for op in ops.registry().values() for b in op.builds()}
+    assert len(kernels) >= 12
+    for kernel in kernels.values():
+        for p in kernel.params:
+            assert p.is_constexpr or p.do_not_specialize or p.do_not_specialize_on_alignment, (kernel, p.name)
+            if p.name.endswith("_ptr"):
+                assert p.do_not_specialize_on_alignment

@@ -1,0 +1,94 @@
+"""Plain torch, which is what every op is on a CPU: right, in every dtype, layout and way of calling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fusedit import ops
+from fusedit.ops._cases import Case
+from fusedit.ops._op import Op
+from fusedit.ops._verify import error, verify
+
+
+def small() -> Iterator[object]:
+    for op in ops.registry().values():
+        for case in op.cases:
+            if "small" in case.tags:
+                yield pytest.param(op, case, id=f"{op.name}-{case.name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("op", "case"), list(small()))
+def test_every_way_of_calling(op: Op[..., object], case: Case, dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        assert verify(op, case, dtype) == []
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As the stock models write it: norm in fp32, then the weight in the weight's dtype."""
+    n = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+    return n.to(weight.dtype) * weight
+
+
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    c, s = cos[:, :, None], sin[:, :, None]
+    return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2).to(x.dtype)
+
+
+def stock(name: str, a: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The stock formulation of one op, on the arguments of its `small` case."""
+    if name == "layer_norm_modulate":
+        return (F.layer_norm(a[0], a[0].shape[-1:], eps=1e-6) * (1 + a[1][:, None]) + a[2][:, None],)
+    if name == "rms_norm_modulate":
+        return (rms(a[0], a[1], 1e-5) * (1 + a[2][:, None]),)
+    if name == "gated_residual":
+        return (a[0] + a[2][:, None] * a[1],)
+    if name == "gated_residual_layer_norm":
+        r = a[0] + a[2][:, None] * a[1]
+        return r, F.layer_norm(r, r.shape[-1:], eps=1e-6) * (1 + a[3][:, None]) + a[4][:, None]
+    if name == "rms_gated_residual":
+        return (a[0] + a[3][:, None].tanh() * rms(a[1], a[2], 1e-5),)
+    if name == "rms_gated_residual_rms_norm":
+        r = a[0] + a[3][:, None].tanh() * rms(a[1], a[2], 1e-5)
+        return r, rms(r, a[4], 1e-5) * (1 + a[5][:, None])
+    if name == "qk_norm_rope":
+        return rope(rms(a[0][:, :, 0], a[1], 1e-6), *a[3:5]), rope(rms(a[0][:, :, 1], a[2], 1e-6), *a[3:5])
+    if name == "gelu_tanh":
+        return (F.gelu(a[0], approximate="tanh"),)
+    if name == "swiglu":
+        return (F.silu(a[0]) * a[1],)
+    if name == "group_norm_silu":
+        return (F.silu(F.group_norm(a[0], a[3], a[1], a[2], eps=1e-6)),)  # type: ignore[arg-type]
+    q, k, v = (t.transpose(1, 2) for t in a[:3])
+    return (F.scaled_dot_product_attention(q, k, v).transpose(1, 2),)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", sorted(ops.registry()))
+def test_at_least_as_accurate_as_stock(name: str, dtype: torch.dtype) -> None:
+    op = ops.registry()[name]
+    case = next(case for case in op.cases if case.name == "small")
+    ours, theirs = [], []
+    for seed in range(20):
+        args, kwargs = case.build(dtype, seed=seed)
+        truth = op.reference(*(a.double() if torch.is_tensor(a) else a for a in args), **kwargs)
+        truths = [truth] if torch.is_tensor(truth) else list(truth)
+        made = op.plain(*args, **kwargs)
+        made = [made] if torch.is_tensor(made) else list(made)
+        ours.append([error(y, r).relative_l2 for y, r in zip(made, truths, strict=True)])
+        theirs.append([error(y, r).relative_l2 for y, r in zip(stock(name, args), truths, strict=True)])
+    mine, other = torch.tensor(ours).mean(0), torch.tensor(theirs).mean(0)
+    assert (mine <= other * 1.05 + 2e-8).all(), (mine, other)
+
+
+def test_weights_in_another_dtype_are_not_rounded() -> None:
+    x, y = torch.randn(1, 64, 128).bfloat16(), torch.randn(1, 64, 128).bfloat16()
+    gate = 1 + torch.rand(1, 128) / 300  # below the resolution of bf16
+    made = ops.gated_residual.plain(torch.zeros_like(x), y, gate)
+    assert torch.equal(made, (y.float() * gate[:, None]).bfloat16())
+    assert not torch.equal(made, y)
