@@ -57,7 +57,7 @@ def reporting(command: Command) -> Command:
         except KeyboardInterrupt:
             typer.echo("fusedit: interrupted", err=True)
             raise typer.Exit(130) from None
-        except (typer.Exit, typer.Abort):
+        except (typer.Exit, typer.Abort, BrokenPipeError):  # the last: `fusedit models | head`; click ends it quietly
             raise
         except Exception as error:
             if os.environ.get("FUSEDIT_DEBUG"):

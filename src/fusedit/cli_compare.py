@@ -48,7 +48,7 @@ def run_compare(
 
     from fusedit.loading import load_for
     from fusedit.progress import Progress, progress_on
-    from fusedit.quality.compare import compare
+    from fusedit.quality._compare import compare
     from fusedit.quality.output import write_comparisons
 
     pipe = load_for(model, dtype=dtype, device=device, lora=lora)

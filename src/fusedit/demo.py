@@ -36,7 +36,7 @@ def run_demo(out: Path = OUT, *, quiet: bool = False) -> tuple[list[Comparison],
     check_folder(out)
     from fusedit.errors import ModelNotFoundError
     from fusedit.loading import embedded_models, load
-    from fusedit.quality.compare import compare
+    from fusedit.quality._compare import compare
     from fusedit.quality.output import write_comparisons
 
     names = list(embedded_models())

@@ -86,7 +86,7 @@ def initial_noise(pipe: Any, request: Request) -> torch.Tensor:
     """The latents that the pipeline would start from for this request, in its own layout and dtype."""
     channels = pipe.transformer.config.in_channels // (4 if _packs_latents(pipe) else 1)
     generator = torch.Generator("cpu").manual_seed(request.seed)
-    dtype = pipe.text_encoder.dtype if _packs_latents(pipe) else torch.float32
+    dtype = pipe.text_encoder_2.dtype if _packs_latents(pipe) else torch.float32  # FLUX: that of the T5 embeddings
     device = pipe._execution_device
     made = pipe.prepare_latents(1, channels, request.height, request.width, dtype, device, generator)
     latents = made[0] if isinstance(made, tuple) else made

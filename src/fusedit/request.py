@@ -26,6 +26,7 @@ _NEEDED: Final = (
     "callback_on_step_end",
     "output_type",
 )
+_PICTURES: Final = {"image": "an image", "control_image": "a control image", "mask_image": "a mask image"}
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ def call_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     for name in _NEEDED:
         if name not in known:
             raise UnsupportedPipelineError(f"{type(pipe).__name__} takes no {name!r}; {remedy}")
-    for name in ("image", "control_image", "image_latents"):
+    for name in _PICTURES:
         if name in known:
-            raise UnsupportedPipelineError(f"{type(pipe).__name__} wants an {name.replace('_', ' ')}; {remedy}")
+            raise UnsupportedPipelineError(f"{type(pipe).__name__} wants {_PICTURES[name]}; {remedy}")
     arguments: dict[str, Any] = {
         "prompt": request.prompt,
         "height": request.height,

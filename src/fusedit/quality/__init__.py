@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fusedit.quality.compare import compare
+from fusedit.quality._compare import compare
 from fusedit.quality.gates import Gates, Verdict
 from fusedit.quality.metrics import Metrics, measure
 from fusedit.quality.result import Comparison, Pair

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fusedit.files import json_bytes, png_bytes, write_together
 from fusedit.quality.maps import amplified, difference_map
@@ -14,6 +14,9 @@ from fusedit.quality.result import Comparison, Pair
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+KINDS: Final = ("stock", "fused", "difference", "flip")
 
 
 def write_comparisons(folder: Path, results: Sequence[Comparison], result: Mapping[str, Any], title: str) -> list[Path]:
@@ -30,17 +33,25 @@ def write_comparisons(folder: Path, results: Sequence[Comparison], result: Mappi
     """
     contents: dict[Path, bytes] = {folder / "report.html": page(results, title).encode()}
     contents[folder / "result.json"] = json_bytes(result)
+    absent: list[Path] = []
     names = [slug(comparison.model) for comparison in results]
     for place, comparison in enumerate(results, start=1):
         again = f"-{place}" if names.count(names[place - 1]) > 1 else ""  # the same model twice: no file may be lost
         prefix = f"{names[place - 1]}{again}-" if len(results) > 1 else ""
         for number, pair in enumerate(comparison.pairs, start=1):
-            for kind, pixels, extra in pictures(pair):
-                settings = {**settings_of(comparison, pair), "picture": kind, **extra}
+            shown = {kind: (pixels, extra) for kind, pixels, extra in pictures(pair)}
+            for kind in KINDS:
                 path = folder / f"{prefix}{number:02d}-seed{pair.seed}-{kind}.png"
+                if kind not in shown:
+                    absent += [path, path.with_suffix(".json")]
+                    continue
+                pixels, extra = shown[kind]
+                settings = {**settings_of(comparison, pair), "picture": kind, **extra}
                 contents[path] = png_bytes(pixels, settings)
                 contents[path.with_suffix(".json")] = json_bytes(settings)
     write_together(contents)
+    for path in absent:  # an earlier run's picture of this name would pass for this run's
+        path.unlink(missing_ok=True)
     return list(contents)
 
 

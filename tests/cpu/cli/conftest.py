@@ -1,34 +1,20 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import Result
+from support import broken_rewrites, whole_pipes
 from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import broken_rewrites
-import tiny_pipes
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tiny pipelines with random weights, saved under the names of the embedded models."""
     folder = tmp_path_factory.mktemp("models")
-    made = {"tiny-flux": tiny_pipes.flux_pipe(), "tiny-z-image": tiny_pipes.z_image_pipe()}
+    made = {"tiny-flux": whole_pipes.flux_pipe(), "tiny-z-image": whole_pipes.z_image_pipe()}
     for name, pipe in made.items():
         pipe.save_pretrained(folder / name)
     return {name: folder / name for name in made}

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from broken_rewrites import nan_from, scaled
+from support.broken_rewrites import nan_from, scaled
 
 FAST = ("--size", "48x32", "--steps", "2", "--seed", "0")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from broken_rewrites import nan_from
 from PIL import Image
+from support.broken_rewrites import nan_from
 
 from fusedit.files import read_settings
 
@@ -161,11 +161,11 @@ def test_a_defect_is_one_sentence_too(shell: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_lora_changes_the_picture(shell: Any) -> None:
-    import tiny_pipes
     import torch
     from diffusers.loaders import FluxLoraLoaderMixin
+    from support import whole_pipes
 
-    pipe = tiny_pipes.flux_pipe()
+    pipe = whole_pipes.flux_pipe()
     linear = pipe.transformer.transformer_blocks[0].attn.to_q
     torch.manual_seed(1)
     layers = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from broken_rewrites import scaled
+from support.broken_rewrites import scaled
 
 COMMANDS = ("generate", "compare", "doctor", "models", "demo")
 

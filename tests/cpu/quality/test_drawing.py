@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_pipes import SMALL
+from support.whole_pipes import SMALL
 
 from fusedit import timing
 from fusedit.defaults import request_for
@@ -229,6 +229,15 @@ def test_a_negative_prompt_reaches_both_models(flux: Any, z_image: Any) -> None:
         )
         against = draw(pipe, request_for(pipe, "red fox", 0, negative="blue snow", **SMALL, **settings))
         assert not np.array_equal(plain.pixels, against.pixels)
+
+
+def test_a_pipeline_that_wants_a_picture_is_refused() -> None:
+    import diffusers
+
+    for name in ("FluxImg2ImgPipeline", "FluxKontextPipeline", "FluxControlPipeline"):
+        pipe = object.__new__(getattr(diffusers, name))
+        with pytest.raises(UnsupportedPipelineError, match=f"{name} wants an? .*image; use a text-to-image pipeline"):
+            draw(pipe, Request("a", 0, 32, 32, 1))
 
 
 def test_no_text_to_image_pipeline() -> None:

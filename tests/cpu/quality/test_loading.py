@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_pipes import SMALL
+from support.whole_pipes import SMALL
 
 import fusedit
 from fusedit import loading
@@ -120,11 +120,11 @@ def test_nan_in_the_weights(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_distilled_flux_has_other_defaults() -> None:
-    import tiny_pipes
+    from support import whole_pipes
 
     from fusedit.defaults import guidance_note
 
-    schnell = tiny_pipes.flux_pipe(guidance_embeds=False)
+    schnell = whole_pipes.flux_pipe(guidance_embeds=False)
     assert (defaults_for(schnell).steps, defaults_for(schnell).guidance) == (4, 0.0)
     assert "no effect" in (guidance_note(schnell, 3.5) or "")
     assert guidance_note(schnell, None) is None

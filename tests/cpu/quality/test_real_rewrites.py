@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_pipes import SMALL
+from support.whole_pipes import SMALL
 
 import fusedit
 from fusedit.defaults import request_for
