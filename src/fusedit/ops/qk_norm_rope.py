@@ -53,18 +53,26 @@ def plain(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    turn = torch.complex(cos, sin).unsqueeze(2)
-    made = []
-    for place, weight in enumerate((q_weight, k_weight)):
-        x = qkv[:, :, place]
-        n = plain_rms(x, weight, eps).contiguous()  # as fp32, and never x itself
-        pairs = torch.view_as_complex(n.view(*n.shape[:-1], n.shape[-1] // 2, 2))
-        if pairs.dtype is turn.dtype:
-            pairs.mul_(turn)
-        else:
-            n = torch.view_as_real(pairs * turn).flatten(-2)
-        made.append(n.to(x.dtype) if out is None else out[place].copy_(n))
-    return made[0], made[1]
+    turn = torch.complex(cos, sin)[:, :, None, None]
+    n = plain_rms(qkv[:, :, :2], _both(q_weight, k_weight), eps).contiguous()  # q and k at once, in fp32
+    pairs = torch.view_as_complex(n.view(*n.shape[:-1], n.shape[-1] // 2, 2))
+    if pairs.dtype is turn.dtype:
+        pairs.mul_(turn)
+    else:
+        n = torch.view_as_real(pairs * turn).flatten(-2)
+    if out is None:
+        n = n.to(qkv.dtype)
+        return n[:, :, 0], n[:, :, 1]
+    return out[0].copy_(n[:, :, 0]), out[1].copy_(n[:, :, 1])
+
+
+def _both(q_weight: Tensor | None, k_weight: Tensor | None) -> Tensor | None:
+    """[2, 1, D], or None where neither norm has a weight."""
+    if q_weight is None and k_weight is None:
+        return None
+    q = torch.ones_like(k_weight) if q_weight is None else q_weight  # type: ignore[arg-type]
+    k = torch.ones_like(q) if k_weight is None else k_weight
+    return torch.stack((q, k))[:, None]
 
 
 def check(
@@ -266,24 +274,24 @@ def _onto(qkv: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 CASES = (
-    Case("small", _args(2, 5, 4, 16), alias=_onto),
-    Case("tables-per-item", _args(2, 3, 2, 32, tables=2), alias=_onto),
-    Case("no-weights", _args(1, 3, 4, 32, weights=False), alias=_onto),
-    Case("one-weight", (*_args(1, 3, 4, 32)[:2], None, *_args(1, 3, 4, 32)[3:])),
-    Case("d56", _args(1, 3, 3, 56), ("small", "odd"), alias=_onto),
+    Case("small", _args(2, 2, 4, 16), alias=_onto),
+    Case("tables-per-item", _args(2, 2, 2, 32, tables=2), alias=_onto),
+    Case("no-weights", _args(1, 2, 4, 32, weights=False), alias=_onto),
+    Case("one-weight", (*_args(1, 2, 4, 32)[:2], None, *_args(1, 2, 4, 32)[3:])),
+    Case("d56", _args(1, 2, 3, 56), ("small", "odd"), alias=_onto),
     Case("d72", _args(1, 2, 3, 72), ("small", "odd"), alias=_onto),
-    Case("d96", _args(2, 2, 5, 96), ("small", "odd"), alias=_onto),
+    Case("d96", _args(1, 2, 9, 96), ("small", "odd"), alias=_onto),
     Case("d6", _args(1, 2, 3, 6), ("small", "odd"), alias=_onto),
-    Case("d256", _args(1, 2, 5, 256), alias=_onto),
-    Case("heads-30", _args(1, 2, 30, 64), alias=_onto),
-    Case("joint", _args(2, 4, 3, 16, "joint"), ("small", "strided"), alias=_onto),
-    Case("offset", _args(2, 4, 3, 16, "offset"), ("small", "strided"), alias=_onto),
-    Case("sliced", _args(1, 4, 3, 16, "sliced"), ("small", "strided"), alias=_onto),
-    Case("transposed", _args(1, 4, 3, 16, "transposed"), ("small", "strided"), alias=_onto),
-    Case("strided-tables", _args(2, 4, 3, 16, tables=2, table="gapped"), ("small", "strided")),
+    Case("d256", _args(1, 1, 5, 256), alias=_onto),
+    Case("heads-30", _args(1, 1, 30, 64), alias=_onto),
+    Case("joint", _args(2, 2, 3, 16, "joint"), ("small", "strided"), alias=_onto),
+    Case("offset", _args(1, 3, 3, 16, "offset"), ("small", "strided"), alias=_onto),
+    Case("sliced", _args(1, 2, 3, 16, "sliced"), ("small", "strided"), alias=_onto),
+    Case("transposed", _args(1, 2, 3, 16, "transposed"), ("small", "strided"), alias=_onto),
+    Case("strided-tables", _args(2, 2, 3, 16, tables=2, table="gapped"), ("small", "strided")),
     Case(
         "fp32-weights",
-        (*_args(1, 4, 3, 16)[:1], *(T((16,), dtype=torch.float32),) * 2, *_args(1, 4, 3, 16)[3:]),
+        (*_args(1, 2, 3, 16)[:1], *(T((16,), dtype=torch.float32),) * 2, *_args(1, 2, 3, 16)[3:]),
         ("small", "mixed"),
     ),
     Case("empty-tokens", _args(2, 0, 4, 16), ("small", "empty")),
