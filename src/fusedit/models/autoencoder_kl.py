@@ -163,8 +163,10 @@ def repeated(x: torch.Tensor) -> torch.Tensor:
 def _why_not_transposed(conv: Any, x: torch.Tensor) -> str | None:
     if type(conv) is not nn.Conv2d:
         return f"the convolution is a {type(conv).__module__.partition('.')[0]} {type(conv).__name__} layer"
-    if x.dtype == torch.bfloat16:
-        return "bfloat16: the summed weights would be rounded once more than stock's"
+    if x.dtype == torch.bfloat16 and not x.is_cuda:
+        # On a GPU the GroupNorm op, which rounds once less than stock, more than pays for it: error 0.0181 of stock's
+        # 0.0208 at 1024x1024 with random weights (0.0177 without), and 28.6 instead of 32.7 ms on an H200.
+        return "bfloat16 on a CPU: the summed weights would be rounded once more than stock's"
     return None
 
 
