@@ -33,10 +33,10 @@ def activation(op: str, name: str, x: Any, letters: str) -> None:
 
 def like(op: str, name: str, t: Any, x: Tensor, shape: Sequence[int] | None = None) -> None:
     """`t` has the dtype and device of `x`, and its shape unless another is given."""
-    want = tuple(x.shape if shape is None else shape)
+    want = x.shape if shape is None else shape
     if not isinstance(t, Tensor):
         raise OpError(f"{op}: {name} must be a tensor, not {show(t)}")
-    if t.dtype != x.dtype or t.device != x.device or tuple(t.shape) != want:
+    if t.dtype is not x.dtype or t.device != x.device or t.shape != want:
         dtype = str(x.dtype).removeprefix("torch.")
         raise OpError(f"{op}: {name} must be {dtype}{list(want)} on {x.device}, not {show(t)}")
 
@@ -45,7 +45,7 @@ def vector(op: str, name: str, t: Any, x: Tensor, shape: tuple[int, ...], letter
     """`t` is a floating point tensor of this shape on the device of `x`; its dtype may differ (fp32 weights)."""
     if not isinstance(t, Tensor):
         raise OpError(f"{op}: {name} must be a tensor, not {show(t)}")
-    if t.dtype not in FLOATS or t.device != x.device or tuple(t.shape) != shape:
+    if t.dtype not in FLOATS or t.device != x.device or t.shape != shape:
         raise OpError(
             f"{op}: {name} must be [{', '.join(letters)}] = {list(shape)}, floating point on {x.device}, not {show(t)}"
         )

@@ -147,11 +147,14 @@ class Op(Generic[P, R]):
     def plain(self, *args: Any, out: Any = None, **kwargs: Any) -> R:
         """Plain torch in the input's dtype: on a CPU, without triton, and where a plan switches the rewrite off."""
         if not self._mixed:
-            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
-            dtype = tensors[0].dtype
-            if any(t.dtype is not dtype for t in tensors):
+            x: Tensor = self._lead(args, kwargs)
+            dtype = x.dtype
+            for t in args:
+                if isinstance(t, Tensor) and t.dtype is not dtype:
+                    return cast(R, self._plain_mixed(dtype, args, kwargs, out))
+            if kwargs and any(isinstance(t, Tensor) and t.dtype is not dtype for t in kwargs.values()):
                 return cast(R, self._plain_mixed(dtype, args, kwargs, out))
-        return cast(R, self._plain(*args, out=out, **kwargs))
+        return self._plain(*args, out=out, **kwargs)  # type: ignore[no-any-return]
 
     def backend(self, *args: Any, **kwargs: Any) -> Backend:
         """Which implementation would serve this call, and why no faster one does."""
@@ -181,18 +184,19 @@ class Op(Generic[P, R]):
             self._refuse_grad((*args, *kwargs.values()))
         x: Tensor = self._lead(args, kwargs)
         outs = None if out is None else self._accept(out, shapes, x, args, kwargs)
-        if any(0 in shape for shape in shapes):
-            return out if outs is not None else self._pack([self._allocate(x, shape) for shape in shapes])
-        launch = cast(Callable[..., Any], self._launch)
+        for shape in shapes:
+            if 0 in shape:
+                return out if out is not None else self._pack([self._allocate(x, shape) for shape in shapes])
         if self._choose is not None:
-            return launch(*args, **kwargs, out=out)
-        backend = self.backend(*args, **kwargs)
+            return self._launch(*args, **kwargs, out=out)
+        backend = _ON_CPU if x.is_cpu and not _triton.INTERPRETING else self.backend(*args, **kwargs)
         self.ran[backend.name] += 1
         if backend.name == "plain":
             result = self.plain(*args, **kwargs, out=out)
             return out if out is not None else self._as_allocated(result)
         if outs is None:
             outs = [self._allocate(x, shape) for shape in shapes]
+        launch = cast(Callable[..., Any], self._launch)
         direct = [t if self._fits(t) else self._allocate(x, t.shape) for t in outs]
         if x.is_cuda and x.device.index != torch.cuda.current_device():
             with torch.cuda.device(x.device):
@@ -238,8 +242,9 @@ class Op(Generic[P, R]):
         return tensors[0] if self._outputs == 1 else tuple(tensors)
 
     def _refuse_grad(self, values: Sequence[Any]) -> None:
-        if any(isinstance(t, Tensor) and t.requires_grad for t in values):
-            raise OpError(f"{self.name} has no gradient: call it under torch.no_grad(), or use the stock module")
+        for t in values:
+            if isinstance(t, Tensor) and t.requires_grad:
+                raise OpError(f"{self.name} has no gradient: call it under torch.no_grad(), or use the stock module")
 
     def _accept(
         self, out: Any, shapes: Sequence[Sequence[int]], x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -255,13 +260,16 @@ class Op(Generic[P, R]):
         for place, (target, shape) in enumerate(zip(outs, shapes, strict=True)):
             name = "out" if self._outputs == 1 else f"out[{place}]"
             _check.like(self.name, name, target, x, shape)
-            if torch.is_grad_enabled() and target.requires_grad:
+            if target.requires_grad and torch.is_grad_enabled():
                 raise OpError(f"{self.name}: {name} requires a gradient; call it under torch.no_grad()")
-            if _check.self_overlap(target):
+            if not target.is_contiguous() and _check.self_overlap(target):
                 raise OpError(f"{self.name}: {name} has several indices for one element (strides {target.stride()})")
             for index, source in enumerate(inputs):
-                exact = _check.same_place(target, source) and (self._reads is None or index == place)
-                if not exact and _check.overlap(target, source):
+                if target is source and self._reads is None:
+                    continue
+                if _check.overlap(target, source) and not (
+                    _check.same_place(target, source) and (self._reads is None or index == place)
+                ):
                     raise OpError(
                         f"{self.name}: {name} {_check.show(target)} partly overlaps an input {_check.show(source)}; "
                         "it may lie exactly on an input of its shape, or apart from all"
@@ -311,6 +319,9 @@ class Op(Generic[P, R]):
             _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
             torch.library.register_fake(f"fusedit::{name}", meta, lib=_LIBRARY)
         return parameters[0].name, outputs
+
+
+_ON_CPU: Final = Backend("plain", "no kernels for device type cpu")
 
 
 def _empty(x: Tensor, shape: Sequence[int]) -> Tensor:

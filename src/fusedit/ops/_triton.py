@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["capability", "interpreting", "kernel", "status", "tl", "triton"]
+__all__ = ["INTERPRETING", "capability", "kernel", "status", "tl", "triton"]
 
 _MINIMUM = (3, 6)
 _reason = ""
@@ -27,9 +27,8 @@ except Exception as error:  # a broken optional package must not break the impor
     _reason = f"triton cannot be imported ({type(error).__name__}: {error})"
 
 
-def interpreting() -> bool:
-    """Whether kernels run in triton's interpreter (TRITON_INTERPRET=1), where CPU tensors take the kernel's path."""
-    return not _reason and bool(triton.knobs.runtime.interpret)
+INTERPRETING = not _reason and bool(triton.knobs.runtime.interpret)
+"""Whether kernels run in triton's interpreter (TRITON_INTERPRET=1), where CPU tensors take the kernel's path."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -60,7 +59,7 @@ def status(device: torch.device | None = None, dtype: torch.dtype | None = None)
     """Whether kernels can run (on this device, for this dtype), and if not, why not in one clause."""
     if _reason:
         return False, _reason
-    if device is None or interpreting():
+    if device is None or INTERPRETING:
         return True, ""
     if device.type != "cuda":
         return False, f"no kernels for device type {device.type}"

@@ -53,26 +53,40 @@ def plain(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    turn = torch.complex(cos, sin)[:, :, None, None]
-    n = plain_rms(qkv[:, :, :2], _both(q_weight, k_weight), eps).contiguous()  # q and k at once, in fp32
-    pairs = torch.view_as_complex(n.view(*n.shape[:-1], n.shape[-1] // 2, 2))
-    if pairs.dtype is turn.dtype:
-        pairs.mul_(turn)
-    else:
-        n = torch.view_as_real(pairs * turn).flatten(-2)
-    if out is None:
-        n = n.to(qkv.dtype)
-        return n[:, :, 0], n[:, :, 1]
-    return out[0].copy_(n[:, :, 0]), out[1].copy_(n[:, :, 1])
+    turn = torch.complex(cos, sin).unsqueeze(2)
+    if out is not None and _in_place(qkv, out) and qkv.dtype is cos.dtype:
+        _turn_in_place(qkv[:, :, :2], q_weight, k_weight, turn.unsqueeze(2), eps)
+        return out
+    made = []
+    for place, weight in enumerate((q_weight, k_weight)):
+        x = qkv[:, :, place]
+        n = plain_rms(x, weight, eps).contiguous()  # in fp32, and never x itself
+        pairs = torch.view_as_complex(n.view(*n.shape[:-1], n.shape[-1] // 2, 2))
+        if pairs.dtype is turn.dtype:
+            pairs.mul_(turn)
+        else:
+            n = torch.view_as_real(pairs * turn).flatten(-2)
+        made.append(n.to(x.dtype) if out is None else out[place].copy_(n))
+    return made[0], made[1]
 
 
-def _both(q_weight: Tensor | None, k_weight: Tensor | None) -> Tensor | None:
-    """[2, 1, D], or None where neither norm has a weight."""
-    if q_weight is None and k_weight is None:
-        return None
-    q = torch.ones_like(k_weight) if q_weight is None else q_weight  # type: ignore[arg-type]
-    k = torch.ones_like(q) if k_weight is None else k_weight
-    return torch.stack((q, k))[:, None]
+def _in_place(qkv: Tensor, out: tuple[Tensor, Tensor]) -> bool:
+    """Whether both results lie on q and k, in memory that complex numbers can be read from."""
+    even = qkv.stride(-1) == 1 and not any(s % 2 for s in (*qkv.stride()[:-1], qkv.storage_offset()))
+    return even and all(_check.same_place(t, qkv[:, :, place]) for place, t in enumerate(out))
+
+
+def _turn_in_place(x: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, turn: Tensor, eps: float) -> None:
+    """q and k together, in their own memory: no allocation of their size."""
+    inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    x.mul_(inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_())
+    if q_weight is not None and k_weight is not None:
+        x.mul_(torch.stack((q_weight, k_weight)).unsqueeze(1))
+    elif q_weight is not None:
+        x[:, :, 0].mul_(q_weight)
+    elif k_weight is not None:
+        x[:, :, 1].mul_(k_weight)
+    torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2)).mul_(turn)
 
 
 def check(

@@ -19,7 +19,7 @@ def main() -> None:
     np.seterr(over="ignore")  # exp(-x) may overflow to infinity on purpose: 1 / (1 + inf) is the right 0
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    assert _triton.interpreting()
+    assert _triton.INTERPRETING
     share, of = int(sys.argv[1]), int(sys.argv[2])
     jobs = [(op, case) for op in ops.registry().values() for case in op.cases if "small" in case.tags]
     found = {}
