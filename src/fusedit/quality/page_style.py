@@ -45,7 +45,7 @@ h3 { font-size: 1.02rem; font-weight: 600; margin: 0 0 10px; overflow-wrap: anyw
 .seed { color: var(--soft); font-weight: 400; margin-left: 10px; font-size: .85rem; white-space: nowrap; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(220px, 44%), 1fr)); gap: 12px; }
 figure { margin: 0; min-width: 0; }
-figure img { display: block; width: 100%; height: auto; border-radius: 8px; background: #000; }
+figure img { display: block; width: 100%; height: auto; border-radius: 8px; border: 1px solid var(--line); }
 figcaption { color: var(--soft); font-size: .82rem; margin-top: 4px; }
 .missing {
   aspect-ratio: 1; display: grid; place-items: center; padding: 16px; text-align: center; font-size: .85rem;
