@@ -14,12 +14,12 @@ Tensor = torch.Tensor
 
 
 class Plan(NamedTuple):
-    """How to launch: grid, S, C in units of VEC, and the constexprs."""
+    """How to launch: the grid, the numbers a kernel gets (rows S, columns C in units of VEC, parts of a row), and the
+    constexprs."""
 
     grid: tuple[int, int]
-    S: int
-    C: int
-    constexprs: dict[str, Any]
+    numbers: tuple[int, int, int]
+    constexprs: dict[str, int]
 
 
 def fold(*tensors: Tensor) -> list[Tensor]:
@@ -52,22 +52,22 @@ def foldable(t: Tensor) -> bool:
     return t.is_contiguous() or (t.ndim <= 3 and t.stride(-1) == 1)
 
 
-def plan(vec: int, shape: torch.Size, parameters: _rows.Launch) -> Plan:
-    B, S, C = shape
-    block = max(16, min(parameters.tile, _rows.power_of_2(C)))
+def plan(vec: int, folded: torch.Size, channels: int, parameters: _rows.Launch) -> Plan:
+    """`channels` is the last dimension before folding: tiles depend on it alone, so that no length changes them."""
+    B, S, C = folded
+    block = parameters.tile if channels < C else max(16, min(parameters.tile, _rows.power_of_2(C)))
     rows = max(1, parameters.tile // block)
     parts = _rows.cdiv(C, block)
-    grid = (_rows.cdiv(S, rows) * parts, B)
-    return Plan(grid, S, C // vec, {"BLOCK": block, "ROWS": rows, "VEC": vec})
+    return Plan((_rows.cdiv(S, rows) * parts, B), (S, C // vec, parts), {"BLOCK": block, "ROWS": rows, "VEC": vec})
 
 
 @kernel
-def tile(S: tl.tensor, C: tl.tensor, BLOCK: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr) -> tl.tensor:
+def tile(
+    S: tl.tensor, C: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr
+) -> tl.tensor:
     """This program's rows, first column (int64), columns and mask of [S, C]; C comes in units of VEC."""
-    parts = tl.cdiv(C * VEC, BLOCK)
-    group = tl.program_id(0) // parts
+    rows = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
     start = (tl.program_id(0) % parts).to(tl.int64) * BLOCK
-    rows = group * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     mask = (rows < S)[:, None] & (cols.to(tl.int64) < C.to(tl.int64) * VEC - start)[None, :]
     return rows, start, cols, mask

@@ -53,6 +53,7 @@ def _kernel(
     out_ptr: tl.tensor,
     S: tl.tensor,
     C: tl.tensor,
+    parts: tl.tensor,
     x_batch: tl.tensor,
     x_row: tl.tensor,
     out_batch: tl.tensor,
@@ -62,7 +63,7 @@ def _kernel(
     VEC: tl.constexpr,
 ) -> None:
     b = tl.program_id(1).to(tl.int64)
-    rows, start, cols, mask = tile(S, C, BLOCK, ROWS, VEC)
+    rows, start, cols, mask = tile(S, C, parts, BLOCK, ROWS, VEC)
     x = tl.load(places(x_ptr, b, rows, start, cols, x_batch, x_row, VEC), mask=mask, other=0.0).to(tl.float32)
     y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     tl.store(places(out_ptr, b, rows, start, cols, out_batch, out_row, VEC), y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -110,12 +111,11 @@ def gelu_tanh(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     assert out is not None
     a, o = _elementwise.fold(x, out)
     vec = _rows.vector(a.shape[-1], o, a)
-    plan = _elementwise.plan(vec, a.shape, _rows.launch(x.device))
+    plan = _elementwise.plan(vec, a.shape, x.shape[-1], _rows.launch(x.device))
     _kernel[plan.grid](
         a,
         o,
-        plan.S,
-        plan.C,
+        *plan.numbers,
         *_rows.steps(a, vec),
         *_rows.steps(o, vec),
         **plan.constexprs,

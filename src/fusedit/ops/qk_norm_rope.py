@@ -218,7 +218,7 @@ def _kernel(
 ) -> None:
     s = tl.program_id(0).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = (heads < H)[:, None] & (cols < D)[None, :]
     # Both loads before any store: the results may lie on the inputs.

@@ -57,6 +57,7 @@ def _kernel(
     out_ptr: tl.tensor,
     S: tl.tensor,
     C: tl.tensor,
+    parts: tl.tensor,
     a_batch: tl.tensor,
     a_row: tl.tensor,
     b_batch: tl.tensor,
@@ -68,7 +69,7 @@ def _kernel(
     VEC: tl.constexpr,
 ) -> None:
     item = tl.program_id(1).to(tl.int64)
-    rows, start, cols, mask = tile(S, C, BLOCK, ROWS, VEC)
+    rows, start, cols, mask = tile(S, C, parts, BLOCK, ROWS, VEC)
     a = tl.load(places(a_ptr, item, rows, start, cols, a_batch, a_row, VEC), mask=mask, other=0.0).to(tl.float32)
     b = tl.load(places(b_ptr, item, rows, start, cols, b_batch, b_row, VEC), mask=mask, other=0.0).to(tl.float32)
     y = (a * tl.sigmoid(a) * b).to(out_ptr.dtype.element_ty)
@@ -125,13 +126,12 @@ def swiglu(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     assert out is not None
     x, y, o = _elementwise.fold(a, b, out)
     vec = _rows.vector(x.shape[-1], o, x, y)
-    plan = _elementwise.plan(vec, x.shape, _rows.launch(a.device))
+    plan = _elementwise.plan(vec, x.shape, a.shape[-1], _rows.launch(a.device))
     _kernel[plan.grid](
         x,
         y,
         o,
-        plan.S,
-        plan.C,
+        *plan.numbers,
         *_rows.steps(x, vec),
         *_rows.steps(y, vec),
         *_rows.steps(o, vec),

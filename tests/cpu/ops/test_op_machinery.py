@@ -199,7 +199,9 @@ def test_in_place_survives_functionalisation() -> None:
 
 
 def test_a_second_length_is_one_dynamic_graph() -> None:
-    counter = torch._dynamo.testing.CompileCounter()
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
     torch._dynamo.reset()
     step = torch.compile(lambda x, s, h: ops.layer_norm_modulate(x, s, h), backend=counter, fullgraph=True)
     for length in (5, 7, 11, 13, 32):
@@ -415,6 +417,22 @@ def test_fold_gives_the_same_elements() -> None:
         for t, view in zip(folded, views, strict=True):
             assert t.shape == shape
             assert torch.equal(t.reshape(-1), view.reshape(-1))
+
+
+def test_elementwise_tiles_depend_on_channels_alone() -> None:
+    for channels, block in ((64, 64), (2048, 2048), (12288, 2048)):
+        tiles = set()
+        for length in (1, 2, 3, 16, 333, 4096):
+            x = torch.empty(1, length + 1, channels, device="meta")
+            for t in (x, x[:, 1:], x[..., : channels // 2]):
+                (folded,) = _elementwise.fold(t)
+                plan = _elementwise.plan(4, folded.shape, t.shape[-1], _rows._DEFAULT)
+                tiles.add((plan.constexprs["BLOCK"], plan.constexprs["ROWS"]))
+        assert tiles <= {
+            (2048, 1),
+            (block, 2048 // block),
+            (min(2048, channels // 2), 2048 // min(2048, channels // 2)),
+        }
 
 
 def test_vector_asks_for_16_bytes_everywhere() -> None:
