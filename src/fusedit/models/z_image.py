@@ -313,8 +313,7 @@ class _Block:
         packed = self.qkv(n, out=qkv, offloaded=offloaded).view(*n.shape[:2], 3, attn.heads, -1)
         q, k, v = packed.unbind(2)
         norms = (attn.norm_q.weight, attn.norm_k.weight)
-        place = None if n.is_cpu else (q, k)  # on a CPU in place is a copy more
-        q, k = model.rope(packed, *norms, table.cos, table.sin, attn.norm_q.eps, out=place)
+        model.rope(packed, *norms, table.cos, table.sin, attn.norm_q.eps, out=(q, k))
         a = model.attention(q if rows is None else q[:, :rows], k, v, table.mask)
         return linear(attn.to_out[0], a.flatten(2))
 

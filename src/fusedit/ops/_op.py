@@ -150,10 +150,11 @@ class Op(Generic[P, R]):
             x: Tensor = self._lead(args, kwargs)
             dtype = x.dtype
             for t in args:
-                if isinstance(t, Tensor) and t.dtype is not dtype:
+                if isinstance(t, Tensor) and t.dtype is not dtype and t.is_floating_point():
                     return cast(R, self._plain_mixed(dtype, args, kwargs, out))
-            if kwargs and any(isinstance(t, Tensor) and t.dtype is not dtype for t in kwargs.values()):
-                return cast(R, self._plain_mixed(dtype, args, kwargs, out))
+            for t in kwargs.values():
+                if isinstance(t, Tensor) and t.dtype is not dtype and t.is_floating_point():
+                    return cast(R, self._plain_mixed(dtype, args, kwargs, out))
         return self._plain(*args, out=out, **kwargs)  # type: ignore[no-any-return]
 
     def backend(self, *args: Any, **kwargs: Any) -> Backend:
@@ -228,7 +229,9 @@ class Op(Generic[P, R]):
         """Weights kept in another dtype than the activations: compute in the wider one, round once."""
 
         def wide(t: Any) -> Any:
-            return t.to(torch.promote_types(t.dtype, torch.float32)) if isinstance(t, Tensor) else t
+            if not isinstance(t, Tensor) or not t.is_floating_point():
+                return t
+            return t.to(torch.promote_types(t.dtype, torch.float32))
 
         made = self._plain(*map(wide, args), out=None, **{key: wide(value) for key, value in kwargs.items()})
         made = [made] if self._outputs == 1 else list(made)
