@@ -16,9 +16,10 @@ class T:
     """A tensor to be made: its shape, how it lies in memory, and what it holds.
 
     Attributes:
-        layout: `dense`; `sliced` (columns of a wider buffer); `offset` (dense, starting one element late, so that no
-            row is 16-byte aligned); `transposed` (the two last dimensions swapped in memory); `channels_last`; `joint`
-            (a slice along dimension 1 of a longer buffer); `gapped` (every second element of the last dimension).
+        layout: `dense`; `sliced` (columns of a wider buffer); `joint` (a slice along dimension 1 of a longer buffer);
+            `inside` (`joint` and `sliced` at once); `offset` (dense, starting one element late, so that no row is
+            16-byte aligned); `transposed` (the two last dimensions swapped in memory); `gapped` (every second element
+            of the last dimension); `channels_last`.
         dtype: fixed dtype, or None for the dtype of the run.
         fill: `normal`, `cos` or `sin` (of the same random angles), `mask` (bool, first of each row always True).
         mean, std: of the normal numbers.
@@ -61,6 +62,9 @@ def place(values: Tensor, layout: str) -> Tensor:
         buffer = values.new_zeros((*shape[:-2], shape[-1], shape[-2])).transpose(-1, -2)
     elif layout == "joint":
         buffer = values.new_zeros((shape[0], shape[1] + 5, *shape[2:]))[:, 3 : 3 + shape[1]]
+    elif layout == "inside":
+        wider = values.new_zeros((shape[0], shape[1] + 5, *shape[2:-1], 2 * shape[-1] + 8))
+        buffer = wider[:, 3 : 3 + shape[1], ..., shape[-1] : 2 * shape[-1]]
     elif layout == "gapped":
         buffer = values.new_zeros((*shape[:-1], 2 * shape[-1]))[..., ::2]
     else:

@@ -138,8 +138,9 @@ class Op(Generic[P, R]):
         return f"<op {self.name}: {self.summary}>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # The dispatcher costs about 15 us a call: only tracers, which must see one node, go through it.
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        # The dispatcher costs about 15 us a call: only tracers and tensor subclasses, which must see one node, take it.
+        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        if traced or (args and type(args[0]) not in _ORDINARY and isinstance(args[0], Tensor)):
             return cast(R, self._traced(args, dict(kwargs)))
         out = kwargs.pop("out", None)
         return cast(R, self._run(args, kwargs, out))
@@ -189,7 +190,7 @@ class Op(Generic[P, R]):
             if 0 in shape:
                 return out if out is not None else self._pack([self._allocate(x, shape) for shape in shapes])
         if self._choose is not None:
-            return self._launch(*args, **kwargs, out=out)
+            return self._on_device(x, args, kwargs, out)
         backend = _ON_CPU if x.is_cpu and not _triton.INTERPRETING else self.backend(*args, **kwargs)
         self.ran[backend.name] += 1
         if backend.name == "plain":
@@ -197,17 +198,19 @@ class Op(Generic[P, R]):
             return out if out is not None else self._as_allocated(result)
         if outs is None:
             outs = [self._allocate(x, shape) for shape in shapes]
-        launch = cast(Callable[..., Any], self._launch)
         direct = [t if self._fits(t) else self._allocate(x, t.shape) for t in outs]
-        if x.is_cuda and x.device.index != torch.cuda.current_device():
-            with torch.cuda.device(x.device):
-                launch(*args, **kwargs, out=self._pack(direct))
-        else:
-            launch(*args, **kwargs, out=self._pack(direct))
+        self._on_device(x, args, kwargs, self._pack(direct))
         for target, made in zip(outs, direct, strict=True):
             if target is not made:
                 target.copy_(made)
         return out if out is not None else self._pack(outs)
+
+    def _on_device(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
+        launch = cast(Callable[..., Any], self._launch)
+        if x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return launch(*args, **kwargs, out=out)
+        return launch(*args, **kwargs, out=out)
 
     def _as_allocated(self, result: Any) -> Any:
         """Plain torch may keep the strides of a transposed input; an op's result is laid out as its fake says."""
@@ -324,6 +327,7 @@ class Op(Generic[P, R]):
         return parameters[0].name, outputs
 
 
+_ORDINARY: Final = (Tensor, torch.nn.Parameter)
 _ON_CPU: Final = Backend("plain", "no kernels for device type cpu")
 
 

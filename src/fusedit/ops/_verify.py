@@ -75,22 +75,26 @@ def _ways(
     yield "out", outs
     if any(a is not b for a, b in zip(_list(returned), outs, strict=True)):
         yield "out", "returned another tensor than out"
-    for layout in ("sliced", "joint") if truths[0].ndim > 2 else ("sliced",):
-        outs = [place(torch.full(t.shape, float("nan"), dtype=dtype, device=device), layout) for t in truths]
-        for t in outs:  # the buffer around the slice is NaN too
-            torch.as_strided(t, (t.untyped_storage().nbytes() // t.element_size(),), (1,), 0).fill_(float("nan"))
-        op(*args, **kwargs, out=_tuple(outs))
-        yield f"out {layout}", [t.clone() for t in outs]
-        for t in outs:
-            t.fill_(float("nan"))
-            whole = torch.as_strided(t, (t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
-            if not bool(whole.isnan().all()):
-                yield f"out {layout}", "wrote outside of out"
+    layout = "inside" if truths[0].ndim > 2 else "sliced"
+    outs = [place(torch.full(t.shape, float("nan"), dtype=dtype, device=device), layout) for t in truths]
+    for t in outs:
+        _whole(t).fill_(float("nan"))  # the buffer around the slice too
+    op(*args, **kwargs, out=_tuple(outs))
+    yield f"out {layout}", [t.clone() for t in outs]
+    for t in outs:
+        t.fill_(float("nan"))
+        if not bool(_whole(t).isnan().all()):
+            yield f"out {layout}", "wrote outside of out"
     if case.alias is not None:
         own, _ = case.build(dtype, device)
         on_top = case.alias(*own)
         op(*own, **kwargs, out=on_top)
         yield "alias", _list(on_top)
+
+
+def _whole(t: Tensor) -> Tensor:
+    """All memory of the buffer that a view is part of."""
+    return t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
 
 
 def _double(value: Any) -> Any:

@@ -138,7 +138,9 @@ def _lies_well(t: Tensor) -> Tensor:
     """[B,S,H,D] as it lies, or a dense copy where its rows are not dense or not on 16 bytes."""
     size = t.element_size()
     rows = all(n == 1 or s * size % 16 == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
-    return t if t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and rows else t.contiguous()
+    if t.stride(-1) == 1 and t.data_ptr() % 16 == 0 and rows:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a dense tensor, misaligned as it is
 
 
 def _key(name: str, q: Tensor, k: Tensor, masked: bool) -> tuple[Any, ...]:
@@ -273,18 +275,17 @@ def attention(
         return plain(q, k, v, key_mask, scale, out=out)
     masked = key_mask is not None
     lying = [_lies_well(t).transpose(1, 2) for t in (q, k, v)]
-    with torch.cuda.device(q.device):
-        bias = None if key_mask is None else _bias(key_mask, q)
-        while True:
-            try:
-                o = _LIBRARIES[name](*lying, bias, scale).transpose(1, 2)
-                break
-            except torch.OutOfMemoryError:
+    bias = None if key_mask is None else _bias(key_mask, q)
+    while True:
+        try:
+            o = _LIBRARIES[name](*lying, bias, scale).transpose(1, 2)
+            break
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if name == "math":
                 raise
-            except RuntimeError as error:
-                if name == "math":
-                    raise
-                _failed[_key(name, q, k, masked)] = f"failed for these sizes ({_first_line(error)})"
-                name = choose(q, k, v, key_mask).name
+            _failed[_key(name, q, k, masked)] = f"failed for these sizes ({_first_line(error)})"
+            name = choose(q, k, v, key_mask).name
     attention.ran[name] += 1
     return o.contiguous() if out is None else out.copy_(o)

@@ -211,13 +211,15 @@ def test_a_second_length_is_one_dynamic_graph() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fake_tensors_have_the_right_shapes(name: str) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     args, kwargs = first_case(name)
     expected = as_list(REGISTRY[name](*args, **kwargs))
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(a) if torch.is_tensor(a) else a for a in args]
         made = as_list(REGISTRY[name](*fakes, **kwargs))
+    again = as_list(REGISTRY[name](*fakes, **kwargs))  # without the mode: the tensors are fake all the same
+    assert all(isinstance(t, FakeTensor) for t in (*made, *again))
     assert [(t.shape, t.dtype, t.stride()) for t in made] == [(t.shape, t.dtype, t.stride()) for t in expected]
 
 
@@ -247,6 +249,7 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("layer_norm_modulate", (X, V.long(), V), {}, r"scale must be .* not int64"),
     ("layer_norm_modulate", (X, V.to("meta"), V), {}, r"scale must be .* on cpu, not float32\[2, 16\] on meta"),
     ("layer_norm_modulate", (None, V, V), {}, r"x must be a tensor, not NoneType None"),
+    ("layer_norm_modulate", ([1.0], V, V), {}, r"x must be a tensor, not list"),
     ("layer_norm_modulate", (X, V, V), {"out": X[:1].clone()}, r"out must be float32\[2, 3, 16\] on cpu, not"),
     ("layer_norm_modulate", (X, V, V), {"out": X.half()}, r"out must be float32.* not float16"),
     ("layer_norm_modulate", (X, V, V), {"out": X[:, :1].expand(2, 3, 16)}, r"several indices for one element"),
