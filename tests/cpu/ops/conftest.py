@@ -31,9 +31,9 @@ def run_shares(script: str, **environment: str) -> dict[str, Any]:
         for share in range(2)
     ]
     joined: dict[str, Any] = {}
-    for share in shares:
-        out, err = share.communicate()
-        assert share.returncode == 0, err[-4000:]
+    ended = [(share.communicate(), share.returncode) for share in shares]
+    for (out, err), code in ended:
+        assert code == 0, err[-4000:]
         joined |= json.loads(out.splitlines()[-1])
     return joined
 
