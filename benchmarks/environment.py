@@ -15,7 +15,9 @@ import torch
 def environment() -> dict[str, Any]:
     """JSON data that every results file carries."""
     root = Path(__file__).resolve().parent.parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root, capture_output=True, text=True, check=False
+    )
     given = os.environ.get("FUSEDIT_COMMIT")  # for a copy of the tree that has no history
     return {
         "device": torch.cuda.get_device_name(),

@@ -108,9 +108,6 @@ def measure(name: str, size: tuple[int, int], batch: int, seconds: float) -> lis
         rows["exact"]["speedup"] = round(rows["stock"]["ms"] / rows["exact"]["ms"], 3)
     rows["exact"]["report"] = handle.report().to_dict()
     handle.restore()
-    del workload, handle
-    gc.collect()
-    torch.cuda.empty_cache()
     return list(rows.values())
 
 
@@ -132,6 +129,8 @@ def main(
             width, _, height = shape.partition("x")
             for count in batch.split(","):
                 rows += measure(name, (int(width), int(height)), int(count), seconds)
+                gc.collect()  # the last pipeline, before the next one measures its memory
+                torch.cuda.empty_cache()
                 for row in rows[-2:]:
                     ratio = f"{row['speedup']:.2f}x" if row["speedup"] else ""
                     typer.echo(

@@ -28,7 +28,7 @@ _DENOISERS = ("transformer", "transformer_2", "unet", "prior")
 
 
 class Handle:
-    """What accelerate() returns. Holds its pipeline weakly, so that it keeps no weights alive.
+    """What accelerate() returns. It does not keep its pipeline alive.
 
     Attributes:
         plan: the plan in force.

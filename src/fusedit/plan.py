@@ -68,6 +68,12 @@ class Plan:
         _only(self.precision, {"default": ("model",), "sites": ({},)}, "precision")
         _only(self.cache, {"prompts": (False,), "graphs": (False,)}, "cache")
 
+    def __reduce__(self) -> tuple[Any, tuple[dict[str, Any]]]:
+        return _read, (self.to_dict(),)  # the read-only views inside can be neither copied nor pickled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self  # frozen
+
     def enabled(self, rewrite: str) -> bool:
         """Whether this plan switches the rewrite on. The `exact` tier has every bitwise or reordered rewrite on."""
         return self.rewrites.get(rewrite, True)
@@ -122,6 +128,10 @@ class Plan:
         except (OSError, ValueError) as error:
             raise PlanError(f"plan file {str(path)!r} cannot be read as JSON: {error}") from error
         return cls.from_dict(data)
+
+
+def _read(data: dict[str, Any]) -> Plan:
+    return Plan.from_dict(data)
 
 
 def _only(value: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], name: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,11 @@ def test_round_trips_through_json() -> None:
     assert plan.enabled("flux.attention")
     assert not plan.without("flux.attention").enabled("flux.attention")
     assert plan.enabled("flux.attention"), "without() must not change the plan it was called on"
+
+
+def test_copies_and_pickles() -> None:
+    plan = Plan(rewrites={"flux.gelu": False}, evidence={"runs": [1, 2]})
+    assert copy.deepcopy(plan) == copy.copy(plan) == pickle.loads(pickle.dumps(plan)) == plan
 
 
 def test_is_frozen_all_the_way_down() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedit import ops
+from fusedit.models._attention import attention_reason
 from fusedit.models._model import FusedModel, Rewrite
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
@@ -119,11 +120,10 @@ class Flux(FusedModel):
         extra = _argument(7, "joint_attention_kwargs", args, kwargs)
         if extra and set(extra) - {"scale"}:
             return f"joint_attention_kwargs has {sorted(set(extra) - {'scale'})[0]!r}"
-        for block in (*module.transformer_blocks, *module.single_transformer_blocks):
-            reason = _attention_reason(block.attn)
-            if reason is not None:
-                return reason
-        return None
+        from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+
+        blocks = (*module.transformer_blocks, *module.single_transformer_blocks)
+        return attention_reason((block.attn for block in blocks), FluxAttnProcessor)
 
     def forward(
         self,
@@ -164,7 +164,7 @@ class Flux(FusedModel):
             double = _Residuals(controlnet_block_samples, len(m.transformer_blocks), controlnet_blocks_repeat)
             single = _Residuals(controlnet_single_block_samples, len(m.single_transformer_blocks), False)
             n = self._blocks(h, temb, t, rotary, double, single)
-            y = m.proj_out(n[:, t:])
+            y = linear(m.proj_out, n[:, t:])
         return Transformer2DModelOutput(sample=y) if return_dict else (y,)
 
     def _condition(
@@ -182,7 +182,9 @@ class Flux(FusedModel):
         """All blocks; h [B, T + I, C] is the residual stream and is overwritten. Returns the modulated final norm."""
         m: Any = self.module
         offloaded = offload_hook(m)
-        n, y = torch.empty_like(h), torch.empty_like(h)
+        # One buffer holds in turn what a norm gives to a product and what the branch's last product gives back: each
+        # pass over the residual stream reads a row of the latter before it writes the former in its place.
+        n = torch.empty_like(h)
         doubles, singles = list(m.transformer_blocks), list(m.single_transformer_blocks)
         scale, shift = m.norm_out.linear(temb).chunk(2, dim=1)
         final = (scale, shift)
@@ -197,17 +199,18 @@ class Flux(FusedModel):
         for i, block in enumerate(doubles):
             last = i + 1 == len(doubles)
             following = (after, after) if last else (entry[i + 1][0][:2], entry[i + 1][1][:2])
-            self._double(i, block, h, n, y, t, rotary, entry[i], following, double.at(i), offloaded)
+            self._double(i, block, h, n, t, rotary, entry[i], following, double.at(i), offloaded)
         for i, block in enumerate(singles):
             x = self.qkv_mlp[i](n, rotary, offloaded)
-            linear(block.proj_out, x, out=y)
+            linear(block.proj_out, x, out=n)
+            del x
             gate = joint[i][2]
             following_norm = joint[i + 1][:2] if i + 1 < len(singles) else final
             extra = single.at(i)
             if extra is None:
-                self.gate_norm(h, y, gate, *following_norm, out=(h, n))
+                self.gate_norm(h, n, gate, *following_norm, out=(h, n))
             else:
-                self.gate(h, y, gate, out=h)
+                self.gate(h, n, gate, out=h)
                 h[:, t:] += extra
                 self.norm(h, *following_norm, out=n)
         return n
@@ -218,7 +221,6 @@ class Flux(FusedModel):
         block: Any,
         h: torch.Tensor,
         n: torch.Tensor,
-        y: torch.Tensor,
         t: int,
         rotary: Pair,
         mods: tuple[_Six, _Six],
@@ -239,21 +241,24 @@ class Flux(FusedModel):
         ):
             self.rope(part, norm_q.weight, norm_k.weight, *table, _eps(norm_q, h), out=(part[:, :, 0], part[:, :, 1]))
         a = self.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).flatten(2)
-        linear(attn.to_out[0], a[:, t:], out=y[:, t:])
-        linear(attn.to_add_out, a[:, :t], out=y[:, :t])
+        del qkv, part
+        linear(attn.to_out[0], a[:, t:], out=n[:, t:])
+        linear(attn.to_add_out, a[:, :t], out=n[:, :t])
+        del a
         for rows, ff, mod, then, added in (
             (slice(t, None), block.ff, mods[0], following[0], extra),
             (slice(None, t), block.ff_context, mods[1], following[1], None),
         ):
-            hp, np_, yp = h[:, rows], n[:, rows], y[:, rows]
+            hp, np_ = h[:, rows], n[:, rows]
             _, _, gate_attention, scale, shift, gate_mlp = mod
-            self.gate_norm(hp, yp, gate_attention, scale, shift, out=(hp, np_))
+            self.gate_norm(hp, np_, gate_attention, scale, shift, out=(hp, np_))
             u = linear(ff.net[0].proj, np_)
-            linear(ff.net[2], self.gelu(u, out=u), out=yp)
+            linear(ff.net[2], self.gelu(u, out=u), out=np_)
+            del u
             if added is None:
-                self.gate_norm(hp, yp, gate_mlp, *then, out=(hp, np_))
+                self.gate_norm(hp, np_, gate_mlp, *then, out=(hp, np_))
             else:
-                self.gate(hp, yp, gate_mlp, out=hp)
+                self.gate(hp, np_, gate_mlp, out=hp)
                 hp += added
                 self.norm(hp, *then, out=np_)
 
@@ -327,22 +332,6 @@ class _Residuals:
 
 def _argument(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
-
-
-def _attention_reason(attn: Any) -> str | None:
-    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-
-    processor: Any = attn.processor
-    backend: Any = getattr(processor, "_attention_backend", None)
-    if type(processor) is not FluxAttnProcessor:
-        return f"attention processor {type(processor).__name__}"
-    if backend is not None:
-        return f"attention backend {backend} was asked for"
-    if getattr(processor, "_parallel_config", None) is not None:
-        return "context parallelism"
-    if attn.fused_projections:
-        return "fuse_qkv_projections() was called"
-    return None
 
 
 def _eps(norm: Any, x: torch.Tensor) -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fusedit import ops
+from fusedit.models._attention import attention_reason
 from fusedit.models._model import FusedModel, Rewrite
 from fusedit.models._z_image_layout import Layout, Table, patches, unpatched
 from fusedit.plan import Plan
@@ -120,7 +121,10 @@ class ZImage(FusedModel):
             return "controlnet_block_samples is no dict of layer to residual"
         if m.gradient_checkpointing and torch.is_grad_enabled():
             return "gradient checkpointing"
-        return _attention_reason(m)
+        from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
+
+        blocks = (*m.noise_refiner, *m.context_refiner, *m.layers)
+        return attention_reason((block.attention for block in blocks), ZSingleStreamAttnProcessor)
 
     def forward(
         self,
@@ -339,23 +343,3 @@ def _first(blocks: Any, mods: list[_Mods] | None) -> _Norm:
 
 def _eps(blocks: Any) -> float:
     return float(blocks[0].attention_norm1.eps)
-
-
-def _attention_reason(m: Any) -> str | None:
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-    from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
-
-    active: Any = _AttentionBackendRegistry.get_active_backend()[0]  # type: ignore[no-untyped-call]
-    if active is not AttentionBackendName.NATIVE:
-        return f"attention backend {active.value} is active"
-    for block in (*m.noise_refiner, *m.context_refiner, *m.layers):
-        processor = block.attention.processor
-        backend: Any = getattr(processor, "_attention_backend", None)
-        parallel: Any = getattr(processor, "_parallel_config", None)
-        if type(processor) is not ZSingleStreamAttnProcessor:
-            return f"attention processor {type(processor).__name__}"
-        if backend not in (None, AttentionBackendName.NATIVE):
-            return f"attention backend {backend} was asked for"
-        if parallel is not None:
-            return "context parallelism"
-    return None

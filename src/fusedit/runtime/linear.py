@@ -25,9 +25,7 @@ def linear(layer: Any, x: torch.Tensor, out: torch.Tensor | None = None) -> torc
     if type(layer) is not nn.Linear:
         y = layer(x)
         return y if out is None else out.copy_(y)
-    if out is None:
-        return F.linear(x, layer.weight, layer.bias)
-    return _into(x, layer.weight, layer.bias, out)
+    return _multiply(x, layer.weight, layer.bias, out)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor | None:
@@ -37,7 +35,13 @@ def _rows(x: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _into(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """x [B, S, K] @ weight [N, K]^T + bias -> [B, S, N], into `out` where given."""
+    if out is None:  # torch would take a batched product for a slice whose batch stride is that of the whole buffer
+        rows = _rows(x) if x.ndim == 3 else None
+        return F.linear(x, weight, bias) if rows is None else F.linear(rows, weight, bias).view(*x.shape[:2], -1)
     rows_in, rows_out = _rows(x), _rows(out)
     if rows_in is not None and rows_out is not None:
         _product(rows_in, weight, bias, rows_out)
@@ -85,7 +89,7 @@ class PackedLinear:
             self.counters.ran(self.rewrite)
             weight = _whole([layer.weight for layer in layers])
             bias = None if layers[0].bias is None else _whole([layer.bias for layer in layers])
-            return F.linear(x, weight, bias) if out is None else _into(x, weight, bias, out)
+            return _multiply(x, weight, bias, out)
         if self.enabled:
             self.counters.fell_back(self.rewrite, reason)
         widths = [layer.out_features for layer in layers]

@@ -212,18 +212,36 @@ def test_other_joint_attention_kwargs_go_through_stock(extra: dict[str, Any]) ->
     assert all(next(iter(extra)) in reason for site in handle.report().rewritten for reason in site.reasons)
 
 
-def test_float16_attention_backends_and_stock_fused_projections_go_through_stock() -> None:
+def test_attention_backends_and_stock_fused_projections_go_through_stock() -> None:
+    """ATT-02: what was asked for explicitly is not silently replaced."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+
     pipe = flux_pipe()
     handle = fusedit.accelerate(pipe)
-    pipe.transformer.set_attention_backend("native")
+    with attention_backend("_native_math"):
+        flux_call(pipe)
+    processor = pipe.transformer.transformer_blocks[1].attn.processor
+    processor._attention_backend = AttentionBackendName._NATIVE_MATH
     flux_call(pipe)
-    pipe.transformer.reset_attention_backend()
+    processor._attention_backend = None
     pipe.transformer.fuse_qkv_projections()
     flux_call(pipe)
     reasons = {reason for site in handle.report().rewritten for reason in site.reasons}
-    assert any("backend" in reason for reason in reasons)
+    assert any("_native_math was asked for" in reason for reason in reasons)
+    assert any("_native_math is active" in reason for reason in reasons)
     assert any("fuse_qkv_projections" in reason for reason in reasons)
     assert all(site.fused == 0 for site in handle.report().rewritten)
+
+
+def test_float16_goes_through_stock_which_clips() -> None:
+    pipe = flux_pipe()
+    pipe.transformer.to(torch.float16)
+    arguments = inputs(pipe.transformer.config, dtype=torch.float16)
+    with torch.no_grad():
+        stock = pipe.transformer(**arguments)[0]
+        handle = fusedit.accelerate(pipe)
+        assert torch.equal(pipe.transformer(**arguments)[0], stock)
+    assert any("float16" in reason for site in handle.report().rewritten for reason in site.reasons)
 
 
 # Hoisting: what is computed once a run must never be stale.
