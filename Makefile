@@ -17,14 +17,16 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (some minutes the first time)"
 	@$(PIP) torch
-	@$(PIP) --editable '.[dev,report,fidelity,gpu]'
+	@$(PIP) --editable '.[dev,fidelity,gpu]'
 	@touch $@
 
 demo: install
 	@$(BIN)/python -m fusedit.demo --out out/demo
 
+# On a GPU one test at a time, so that models of the real size do not share its memory; on CPUs a process a core.
 test: install
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest tests/gpu
+	@$(BIN)/python -m pytest tests/cpu -n auto --dist worksteal
 
 check: install
 	@scripts/check

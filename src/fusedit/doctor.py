@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OPTIONAL: Final = {
     "flip_evaluator": ("FLIP metric and map", "pip install 'fusedit[fidelity]'"),
     "pynvml": ("driver version and energy", "pip install 'fusedit[gpu]'"),
-    "jinja2": ("chat templates of tokenizers", "pip install 'fusedit[report]'"),
+    "jinja2": ("chat templates of tokenizers", "pip install jinja2"),
 }
 # Not used by fusedit, but the libraries below it look for them, and a broken one can spoil loading.
 NEIGHBOURS: Final = ("flash_attn", "xformers", "torchao", "bitsandbytes", "torchvision", "sageattention")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,24 @@ def errors(workload: Workload, handle: fusedit.Handle, width: int, height: int, 
     workload.pipe.set_progress_bar_config(disable=True)
     torch.manual_seed(0)
     return step_errors(workload, handle, workload.arguments(width, height, batch))
+
+
+def draw(workload: Workload, width: int = 512, height: int = 512, batch: int = 1, **changes: Any) -> torch.Tensor:
+    """Latents of three steps with the workload's random embeddings; `changes` override arguments of the call."""
+    torch.manual_seed(0)
+    arguments = workload.arguments(width, height, batch)
+    arguments |= {"num_inference_steps": 3, "output_type": "latent", "generator": torch.Generator().manual_seed(0)}
+    workload.pipe.set_progress_bar_config(disable=True)
+    images: torch.Tensor = workload.pipe(**{**arguments, **changes}).images
+    return images
+
+
+def freed() -> int:
+    """Bytes still allocated after everything unreachable is gone."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -127,3 +127,16 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """Relative L2 of a against b."""
     a, b = a.detach().double(), b.detach().double()
     return float((a - b).norm() / b.norm())
+
+
+def lora_state(
+    pipe: Any, rank: int = 4, scale: float = 0.3, seed: int = 0, names: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """A LoRA state dict in diffusers' layout for every Linear of the transformer, or for the named ones."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, module in pipe.transformer.named_modules():
+        if isinstance(module, torch.nn.Linear) and (not names or any(part in name for part in names)):
+            for part, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+                state[f"transformer.{name}.lora_{part}.weight"] = torch.randn(*shape, generator=generator) * scale
+    return state

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import flux_call, flux_inputs, flux_pipe, relative
+from support.pipes import flux_call, flux_inputs, flux_pipe, lora_state, relative
 
 import fusedit
 from fusedit.models.flux import Flux
@@ -320,23 +320,6 @@ def test_inference_mode_tensors_are_not_cached() -> None:
 
 
 # LoRA
-
-
-def lora_state(
-    pipe: Any, rank: int = 4, scale: float = 0.5, seed: int = 0, names: tuple[str, ...] = ()
-) -> dict[str, torch.Tensor]:
-    """A state dict in diffusers' layout for every Linear of the transformer (or the named ones)."""
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, module in pipe.transformer.named_modules():
-        if isinstance(module, torch.nn.Linear) and (not names or any(part in name for part in names)):
-            state[f"transformer.{name}.lora_A.weight"] = (
-                torch.randn(rank, module.in_features, generator=generator) * scale
-            )
-            state[f"transformer.{name}.lora_B.weight"] = (
-                torch.randn(module.out_features, rank, generator=generator) * scale
-            )
-    return state
 
 
 @pytest.mark.parametrize("first", ["lora", "accelerate"])

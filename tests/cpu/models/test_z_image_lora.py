@@ -7,22 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import relative, z_image_call, z_image_pipe
+from support.pipes import lora_state, relative, z_image_call, z_image_pipe
 
 import fusedit
 
 CLOSE = 2e-5
-
-
-def lora_state(pipe: Any, rank: int = 4, seed: int = 0, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """A state dict in diffusers' layout for every Linear of the transformer (or the named ones)."""
-    generator = torch.Generator().manual_seed(seed)
-    state = {}
-    for name, module in pipe.transformer.named_modules():
-        if isinstance(module, torch.nn.Linear) and (not names or any(part in name for part in names)):
-            for part, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
-                state[f"transformer.{name}.lora_{part}.weight"] = torch.randn(*shape, generator=generator) * 0.3
-    return state
 
 
 @pytest.mark.parametrize("first", ["lora", "accelerate"])
