@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fusedit import ops
 from fusedit.errors import PlanError, UnsupportedPipelineError
 from fusedit.models import FusedModel, registry
 from fusedit.plan import Plan
@@ -64,6 +65,7 @@ class Handle:
                     )
                 )
             notes += [f"{'.'.join(session.model.path)}: {what}: {count}" for what, count in counters.events.items()]
+            notes += _without_kernels(session)
             if self._active and session.module is not self._component(session.model):
                 notes.append(f"{'.'.join(session.model.path)} was replaced after accelerate(); the new one runs stock")
         return Report(
@@ -183,6 +185,13 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
     handle = Handle(pipe, chosen, sessions, refusals, notes)
     _HANDLES[pipe] = handle
     return handle
+
+
+def _without_kernels(session: Session) -> list[str]:
+    """A note where the ops of this module run plain torch, and why."""
+    parameter = next(session.module.parameters())
+    usable, reason = ops.triton_status(parameter.device, parameter.dtype)
+    return [] if usable else [f"{'.'.join(session.model.path)}: ops run plain torch ({reason})"]
 
 
 def _component(pipe: Any, path: tuple[str, ...]) -> Any:

@@ -437,6 +437,13 @@ def test_float16_vae_is_refused() -> None:
         fusedit.accelerate(pipe)
 
 
+def test_the_report_says_when_ops_run_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = fusedit.accelerate(flux_pipe())
+    assert any("plain torch (no kernels for device type cpu)" in note for note in handle.report().notes)
+    monkeypatch.setattr("fusedit.ops._triton._reason", "triton is not installed (gone)")
+    assert any("plain torch (triton is not installed (gone))" in note for note in handle.report().notes)
+
+
 def test_a_dropped_pipeline_is_collected() -> None:
     import gc
     import weakref

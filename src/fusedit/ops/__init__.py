@@ -26,9 +26,9 @@ def registry() -> Any:
     return importlib.import_module("fusedit.ops._op").registry()
 
 
-def triton_status() -> tuple[bool, str]:
-    """Whether Triton kernels can run here, and if not, why not."""
-    status: tuple[bool, str] = importlib.import_module("fusedit.ops._triton").status()
+def triton_status(device: Any = None, dtype: Any = None) -> tuple[bool, str]:
+    """Whether Triton kernels can run here (on a torch.device, for a torch.dtype), and if not, why not."""
+    status: tuple[bool, str] = importlib.import_module("fusedit.ops._triton").status(device, dtype)
     return status
 
 
