@@ -18,7 +18,7 @@ TOKENS_A_STEP = 40_960
 SHORT_TEXT, SHORT_CAPTIONS, LONG_CAPTIONS = 32, 4, 2
 EMPTY_SHARE = 0.1
 
-EARLY = {(128, 128): 0.7, (256, 256): 0.3}
+EARLY = {(128, 128): 0.95, (256, 256): 0.05}  # shapes are learned where a step holds four times the pictures
 LATE = {
     (128, 128): 0.22,
     (192, 192): 0.13,
@@ -29,7 +29,7 @@ LATE = {
     (128, 256): 0.05,
     (256, 128): 0.05,
 }
-EARLY_UNTIL = 0.4
+EARLY_UNTIL = 0.5
 LONG_SHARE, LONG_SIZES = 0.12, ((128, 128), (256, 256))
 
 
