@@ -73,6 +73,9 @@ class Job:
         files = [
             target if count == 1 else target.with_name(f"{target.stem}-{number}{target.suffix}") for number in seeds
         ]
+        for path in files:
+            check_file(path, ".png")
+            check_file(path.with_suffix(".json"), ".json")
         return cls(
             prompt=check_prompt(prompt),
             model=model,
@@ -87,7 +90,7 @@ class Job:
             dtype=None if dtype is None else dtype_name(dtype),
             device=device,
             lora=lora,
-            files=tuple(check_file(path, ".png") for path in files),
+            files=tuple(files),
         )
 
 

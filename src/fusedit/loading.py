@@ -143,7 +143,16 @@ def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> Any:
         raise ModelNotFoundError(f"hub model {name!r} does not exist or is private; {_choices()}") from None
     except ImportError as error:
         raise MissingExtraError(f"model {name!r} needs a library that is not installed: {_short(error)}") from None
-    except (HfHubHTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+    except (
+        HfHubHTTPError,
+        OSError,
+        ValueError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+    ) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         if local:

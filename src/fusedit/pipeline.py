@@ -66,6 +66,9 @@ class Handle:
                 )
             notes += [f"{'.'.join(session.model.path)}: {what}: {count}" for what, count in counters.events.items()]
             notes += _without_kernels(session)
+            if getattr(session.module, "_compiled_call_impl", None) is not None:
+                where = ".".join(session.model.path)
+                notes.append(f"{where} was compiled after accelerate(); compiled calls run stock and are not counted")
             if self._active and session.module is not self._component(session.model):
                 notes.append(f"{'.'.join(session.model.path)} was replaced after accelerate(); the new one runs stock")
         return Report(
@@ -170,8 +173,10 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
             )
             refusals.append(Refusal(name, reason))
             blocking.append(reason)
-    if not any(_served(_component(pipe, model.path), model) for model in registry().values()) and not blocking:
-        blocking.append("none of its components is served by a file of fusedit.models")
+    denoisers = [model for model in registry().values() if model.denoiser]
+    if not any(_served(_component(pipe, model.path), model) for model in denoisers) and not blocking:
+        blocking.append("it has no transformer that a file of fusedit.models serves")
+        refusals.append(Refusal("transformer", blocking[0]))
     if strict and blocking:
         supported = ", ".join(sorted({name for model in registry().values() for name in model.pipelines}))
         raise UnsupportedPipelineError(

@@ -87,7 +87,10 @@ class Session:
             or any(parameter.requires_grad for parameter in self.module.parameters())
         ):
             return "gradients are needed (call under torch.no_grad to use the fused forward)"
-        device = next(self.module.parameters()).device.type
+        parameter = next(self.module.parameters())
+        if parameter.dtype == torch.float64:
+            return "float64"
+        device = parameter.device.type
         if torch.is_autocast_enabled(device):
             return "autocast is on"
         if getattr(self.module, "_compiled_call_impl", None) is not None:

@@ -305,6 +305,59 @@ def test_offloaded_weights_are_not_packed() -> None:
     assert any("offload" in reason for reason in stock_reasons(handle))
 
 
+def _reasons_for_packing(pipe: Any) -> set[str]:
+    handle = fusedit.accelerate(pipe)
+    with torch.no_grad():
+        fused = flux_call(pipe)
+        with handle.paused():
+            assert relative(fused, flux_call(pipe)) < CLOSE
+    site = next(site for site in handle.report().rewritten if site.site == "flux.packed_qkv")
+    handle.restore()
+    return set(site.reasons)
+
+
+def test_pipelines_loaded_or_run_under_inference_mode_keep_working() -> None:
+    with torch.inference_mode():
+        pipe = flux_pipe()
+        stock = flux_call(pipe)
+    assert any("inference_mode" in reason for reason in _reasons_for_packing(pipe))
+    assert torch.equal(flux_call(pipe), stock)
+    pipe = flux_pipe()
+    before = parameters_of(pipe)
+    handle = fusedit.accelerate(pipe)
+    with torch.inference_mode():
+        flux_call(pipe)
+        handle.restore()
+    assert same_parameters(pipe, before)
+    assert not any(parameter.is_inference() for parameter in pipe.transformer.parameters())
+
+
+def test_tied_and_shared_weights_stay_tied_and_shared() -> None:
+    pipe = flux_pipe()
+    attn = pipe.transformer.transformer_blocks[0].attn
+    attn.to_v.weight = attn.to_k.weight
+    assert any("share a weight" in reason for reason in _reasons_for_packing(pipe))
+    assert attn.to_v.weight is attn.to_k.weight
+    pipe = flux_pipe()
+    pipe.transformer.share_memory()
+    assert any("between processes" in reason for reason in _reasons_for_packing(pipe))
+    assert all(parameter.is_shared() for parameter in pipe.transformer.parameters())
+
+
+def test_a_pickle_needs_no_fusedit() -> None:
+    pipe = flux_pipe()
+    fusedit.accelerate(pipe)
+    flux_call(pipe)
+    assert b"fusedit" not in pickle.dumps(pipe)
+
+
+def test_a_pipeline_without_denoiser_is_refused() -> None:
+    pipe = flux_pipe()
+    pipe.transformer = None
+    with pytest.raises(UnsupportedPipelineError, match="no transformer"):
+        fusedit.accelerate(pipe)
+
+
 def test_gradients_go_through_stock_and_say_so() -> None:
     pipe = flux_pipe()
     handle = fusedit.accelerate(pipe)
@@ -390,6 +443,7 @@ def test_compiling_after_accelerate_runs_stock_and_is_counted() -> None:
     pipe.transformer.compile(backend="eager")
     assert relative(flux_call(pipe), stock) < CLOSE
     assert fused_calls(handle) == 0
+    assert any("was compiled after accelerate()" in note for note in handle.report().notes)
     torch._dynamo.reset()
 
 

@@ -88,8 +88,9 @@ class FusedForward:
         copied = memo.get(id(self.module))
         return _stock_forward(self.module if copied is None else copied)
 
-    def __reduce__(self) -> tuple[Callable[[nn.Module], MethodType], tuple[nn.Module]]:
-        return _stock_forward, (self.module,)
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
+        # Unpickled before the module's attributes are there, so this finds the class's forward, without fusedit.
+        return getattr, (self.module, "forward")
 
 
 def _places(module: nn.Module) -> Iterator[tuple[Any, str]]:

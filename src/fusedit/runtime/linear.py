@@ -113,10 +113,18 @@ class PackedLinear:
         if not (_adjacent(weights) and (biases[0] is None or _adjacent(biases))):
             if offloaded:
                 return "weights move between calls (offload), so they are not packed"
-            if not all(_sole_owner(t) or _storage(t) in self._home for t in (*weights, *biases) if t is not None):
+            parts = [t for t in (*weights, *biases) if t is not None]
+            if any(t.is_inference() for t in parts):
+                return "weights loaded under inference_mode cannot be packed"
+            if any(t.is_shared() and t.device.type == "cpu" for t in parts):
+                return "weights lie in memory shared between processes"
+            if len({t.data_ptr() for t in parts}) < len(parts):
+                return "two of the layers share a weight"
+            if not all(_sole_owner(t) or _storage(t) in self._home for t in parts):
                 return "a weight shares its storage with another tensor"
             try:
-                packed = [_pack(weights), None if biases[0] is None else _pack(biases)]
+                with torch.inference_mode(False):  # else the parameters would become inference tensors for good
+                    packed = [_pack(weights), None if biases[0] is None else _pack(biases)]
             except torch.OutOfMemoryError:
                 return "out of memory while packing"
             for group, whole in zip((weights, biases), packed, strict=True):
@@ -135,7 +143,8 @@ class PackedLinear:
         for group in ([layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]):
             for tensor in group:
                 if not _sole_owner(tensor):
-                    tensor.data = tensor.data.clone()
+                    with torch.inference_mode(False):
+                        tensor.data = tensor.data.clone()
 
 
 def _base(layer: Any) -> nn.Linear | None:

@@ -105,6 +105,12 @@ def test_wrong_use(shell: Any, arguments: tuple[str, ...], words: tuple[str, ...
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("count", ["1", "2"])
+def test_a_folder_where_the_json_beside_the_picture_goes(shell: Any, count: str) -> None:
+    (shell.folder / ("fox.json" if count == "1" else "fox-1.json")).mkdir()
+    assert "is a folder" in shell.refused("generate", "fox", "-o", "fox.png", "--count", count)
+
+
 def test_json_errors(shell: Any) -> None:
     told = shell.json("generate", "fox", "--steps", "0", code=2)
     assert told == {"error": {"type": "ArgumentError", "message": "steps is 0; give 1 or more"}}
