@@ -61,7 +61,11 @@ class Session:
             fused.sessions.pop(pipe, None)
         if not fused.sessions:
             uninstall(fused)
-            self.model.unpack()
+            self.unpack()
+
+    def unpack(self) -> None:
+        """Give packed parameters their own storage again; a later call packs them once more."""
+        self.model.unpack()
 
     def called_by_other(self, name: str) -> None:
         self.counters.all_fell_back(self._names(), f"called by a {name} that shares this module and is not accelerated")

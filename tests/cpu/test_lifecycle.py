@@ -344,11 +344,22 @@ def test_tied_and_shared_weights_stay_tied_and_shared() -> None:
     assert all(parameter.is_shared() for parameter in pipe.transformer.parameters())
 
 
-def test_a_pickle_needs_no_fusedit() -> None:
+def test_a_pickle_needs_no_fusedit_and_is_no_larger_than_stock() -> None:
     pipe = flux_pipe()
-    fusedit.accelerate(pipe)
+    size = len(pickle.dumps(pipe))
+    handle = fusedit.accelerate(pipe)
     flux_call(pipe)
-    assert b"fusedit" not in pickle.dumps(pipe)
+    pickled = pickle.dumps(pipe)
+    assert b"fusedit" not in pickled
+    assert len(pickled) < 1.02 * size
+    copied = pickle.loads(pickled)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in copied.transformer.parameters())
+    assert len(pickle.dumps(copied)) < 1.02 * size
+    before = fused_calls(handle)
+    flux_call(pipe)
+    assert fused_calls(handle) > before
+    handle.restore()
+    assert "__reduce_ex__" not in pipe.transformer.__dict__
 
 
 def test_a_pipeline_without_denoiser_is_refused() -> None:

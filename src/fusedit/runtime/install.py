@@ -30,6 +30,8 @@ class Session(Protocol):
 
     def called_by_other(self, name: str) -> None: ...
 
+    def unpack(self) -> None: ...
+
 
 def calling_pipeline() -> DiffusionPipeline | None:
     """The pipeline whose `__call__` is running in this thread, innermost first, or None for a direct call.
@@ -93,6 +95,29 @@ class FusedForward:
         return getattr, (self.module, "forward")
 
 
+class _StockReduce:
+    """Stands as `__reduce_ex__` on the module, so that a copy or pickle holds each weight in a storage of its own.
+
+    A pickled view would take its whole packed storage along, three to seven times its size. The next call packs again.
+    """
+
+    __slots__ = ("fused",)
+
+    def __init__(self, fused: FusedForward) -> None:
+        self.fused = fused
+
+    def __call__(self, protocol: int) -> Any:
+        for session in self.fused.sessions.values():
+            session.unpack()
+        return object.__reduce_ex__(self.fused.module, protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.get(id(self.fused.module), self.fused.module).__reduce_ex__
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
+        return getattr, (self.fused.module, "__reduce_ex__")
+
+
 def _places(module: nn.Module) -> Iterator[tuple[Any, str]]:
     """Every (holder, attribute) through which a hook library reaches the forward it wrapped."""
     namespace = module.__dict__
@@ -138,12 +163,14 @@ def install(module: nn.Module) -> FusedForward:
             wrapped = True
     if not wrapped:
         module.forward = fused
+    module.__dict__["__reduce_ex__"] = _StockReduce(fused)
     return fused
 
 
 def uninstall(fused: FusedForward) -> None:
     """Put the stock forward back wherever the FusedForward stands. References elsewhere fall through to stock."""
     module = fused.module
+    module.__dict__.pop("__reduce_ex__", None)
     for holder, name in list(_places(module)):
         if getattr(holder, name) is fused:
             if holder is module and name == "forward":
