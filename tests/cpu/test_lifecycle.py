@@ -344,6 +344,18 @@ def test_tied_and_shared_weights_stay_tied_and_shared() -> None:
     assert all(parameter.is_shared() for parameter in pipe.transformer.parameters())
 
 
+def test_weights_that_are_slices_of_one_buffer_stay_that() -> None:
+    pipe = flux_pipe()
+    layers = [pipe.transformer.transformer_blocks[0].attn.to_q, pipe.transformer.transformer_blocks[1].attn.to_k]
+    buffer = torch.cat([layer.weight.detach().flatten() for layer in layers])
+    for layer, part in zip(layers, torch.split(buffer, [layer.weight.numel() for layer in layers]), strict=True):
+        layer.weight.data = part.view_as(layer.weight)
+    before = parameters_of(pipe)
+    assert any("shares its storage" in reason for reason in _reasons_for_packing(pipe))
+    assert same_parameters(pipe, before)
+    assert all(layer.weight.untyped_storage().data_ptr() == buffer.data_ptr() for layer in layers)
+
+
 def test_a_pickle_needs_no_fusedit_and_is_no_larger_than_stock() -> None:
     pipe = flux_pipe()
     size = len(pickle.dumps(pipe))

@@ -6,6 +6,7 @@ A packed group is one storage of which the stock parameters are views, so packin
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -58,6 +59,15 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, o
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+# First layer of a group -> address and size of the storages the group was packed into. Kept here and not on the group:
+# two pipelines that share a module have a group each, and the one that packed may be gone when the other unpacks.
+_HOMES: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
+
+
+def _homes(layers: Sequence[nn.Module]) -> set[tuple[int, int]]:
+    return _HOMES.get(layers[0], set()) if layers else set()
+
+
 class PackedLinear:
     """Linear layers that read the same input, run as one product.
 
@@ -76,7 +86,6 @@ class PackedLinear:
         # Addresses and storage sizes of parts that were seen adjacent. No tensor is kept: it would hold the packed
         # storage alive on the GPU after the parameters have moved away.
         self._packed: tuple[int, ...] | None = None
-        self._home: set[tuple[int, int]] = set()  # address and size of the storages this group was packed into
 
     def layers(self) -> list[Any]:
         return [getattr(self.parent, name) for name in self.names]
@@ -120,7 +129,7 @@ class PackedLinear:
                 return "weights lie in memory shared between processes"
             if len({t.data_ptr() for t in parts}) < len(parts):
                 return "two of the layers share a weight"
-            if not all(_sole_owner(t) or _storage(t) in self._home for t in parts):
+            if not all(_sole_owner(t) or _storage(t) in _homes(layers) for t in parts):
                 return "a weight shares its storage with another tensor"
             try:
                 with torch.inference_mode(False):  # else the parameters would become inference tensors for good
@@ -131,18 +140,19 @@ class PackedLinear:
                 if whole is not None:
                     for tensor, part in zip(group, torch.split(whole, [t.shape[0] for t in group]), strict=True):
                         tensor.data = part
-            self._home = {_storage(whole) for whole in packed if whole is not None}
+            _HOMES[layers[0]] = {_storage(whole) for whole in packed if whole is not None}
             self.counters.event("weight groups packed")
         self._packed = _stamp(weights, biases)
         return None
 
     def unpack(self) -> None:
-        """Give each parameter its own storage again."""
+        """Give each parameter its own storage again; what was never packed keeps the storage it came with."""
         self._packed = None
         layers = [layer for layer in map(_base, self.layers()) if layer is not None]
+        homes = _homes(layers)
         for group in ([layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]):
             for tensor in group:
-                if not _sole_owner(tensor):
+                if _storage(tensor) in homes:
                     with torch.inference_mode(False):
                         tensor.data = tensor.data.clone()
 
