@@ -29,7 +29,7 @@ LATE = {
     (128, 256): 0.05,
     (256, 128): 0.05,
 }
-EARLY_UNTIL = 0.5
+EARLY_UNTIL = 0.45
 LONG_SHARE, LONG_SIZES = 0.12, ((128, 128), (256, 256))
 
 

@@ -19,7 +19,7 @@ def make_vae() -> AutoencoderKL:
         out_channels=3,
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(32, 64, 64, 96),
+        block_out_channels=(64, 64, 64, 96),
         layers_per_block=1,
         latent_channels=16,
         norm_num_groups=32,
