@@ -71,6 +71,7 @@ class FluxTask(Task):
 
     name = "tiny-flux"
     long_texts = (128, 512, 512)
+    early_until = 0.42
     distil_from = 0.6
 
     def read_captions(self, pack: pictures.Pack, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
     python training/train_z_image.py --vae DIR --out DIR --minutes 4
 
-The first 66 % is plain flow matching with empty captions now and then. Then the averaged model is frozen as the teacher
+The first 72 % is plain flow matching with empty captions now and then. Then the averaged model is frozen as the teacher
 and the model learns its guided velocity, so that sampling needs no guidance.
 """
 
@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from tiny import batches, pictures, rotary, tokenizers
+from tiny import batches, loop, pictures, rotary, tokenizers
 from tiny.trainer import Task, train
 
 GUIDANCE = 3.0
@@ -98,7 +98,9 @@ class ZImageTask(Task):
     name = "tiny-z-image"
     long_texts = (64,)
     frozen = ("text_encoder.layers.2.", "text_encoder.norm.")  # the pipeline reads hidden_states[-2]
-    distil_from = 0.66
+    early_until = 0.33
+    distil_from = 0.72
+    rate = staticmethod(loop.two_phases(0.72))
     teacher_is_frozen = True
 
     def read_captions(self, pack: pictures.Pack, folder: Path) -> None:

@@ -29,7 +29,6 @@ LATE = {
     (128, 256): 0.05,
     (256, 128): 0.05,
 }
-EARLY_UNTIL = 0.45
 LONG_SHARE, LONG_SIZES = 0.12, ((128, 128), (256, 256))
 
 
@@ -55,9 +54,9 @@ class Kind(NamedTuple):
         return max(4, size // 8 * 8)
 
 
-def pick_kind(rng: random.Random, progress: float, long_texts: tuple[int, ...], distil: bool) -> Kind:
-    """Draw a kind of step: small pictures mostly in the beginning, every size later, long texts now and then."""
-    sizes = EARLY if progress < EARLY_UNTIL else LATE
+def pick_kind(rng: random.Random, early: bool, long_texts: tuple[int, ...], distil: bool) -> Kind:
+    """Draw a kind of step: small pictures mostly while EARLY, every size later, long texts now and then."""
+    sizes = EARLY if early else LATE
     height, width = rng.choices(list(sizes), weights=list(sizes.values()))[0]
     is_long = (height, width) in LONG_SIZES and rng.random() < LONG_SHARE
     return Kind(height, width, rng.choice(long_texts) if is_long else SHORT_TEXT, distil)

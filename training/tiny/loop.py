@@ -13,6 +13,8 @@ import torch
 
 from tiny.optim import MasterOptimizer
 
+Schedule = Callable[[float, int], float]  # (progress, step in this call) -> the factor on the learning rate
+
 
 @dataclass
 class Clock:
@@ -42,6 +44,17 @@ class Clock:
 def schedule(progress: float, step_in_call: int, warmup: int = 100, hold: float = 0.35) -> float:
     """Return the factor on the learning rate: warm-up at each call's start, constant, then linear to zero."""
     return min(1.0, (step_in_call + 1) / warmup) * min(1.0, (1 - progress) / (1 - hold))
+
+
+def two_phases(at: float, again: float = 0.35) -> Schedule:
+    """Return a schedule that runs down until progress AT, so that the teacher is at rest, and once more from AGAIN."""
+
+    def rate(progress: float, step_in_call: int) -> float:
+        if progress < at:
+            return schedule(progress / at, step_in_call)
+        return again * schedule((progress - at) / (1 - at), step_in_call)
+
+    return rate
 
 
 class Stepper:
@@ -101,6 +114,7 @@ def run(
     clock: Clock,
     pick: Callable[[random.Random, float], Hashable],
     *,
+    rate: Schedule = schedule,
     first_step: int = 0,
     log_every: int = 200,
     on_step: Callable[[int, float], None] | None = None,
@@ -112,7 +126,7 @@ def run(
     while (progress := clock.progress(step)) < 1 and not clock.is_over():
         if on_step is not None:
             on_step(step, progress)
-        stepper(pick(rng, progress), schedule(progress, step - first_step))
+        stepper(pick(rng, progress), rate(progress, step - first_step))
         step += 1
         if step % 20 == 0 and stepper.on_gpu:
             torch.cuda.synchronize()  # the clock must see the work, not the queue

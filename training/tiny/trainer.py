@@ -26,8 +26,10 @@ class Task(ABC):
     name: str
     long_texts: tuple[int, ...]
     frozen: Sequence[str] = ()  # prefixes of parameters that sampling never uses
+    early_until: float  # as progress, from 0 to 1
     distil_from: float
     teacher_is_frozen = False
+    rate: loop.Schedule = staticmethod(loop.schedule)
 
     def __init__(self, modules: nn.ModuleDict, pack: pictures.Pack, latents: batches.Latents, args: argparse.Namespace):
         self.modules, self.latents, self.divisor = modules, latents, args.batch_divisor
@@ -109,11 +111,11 @@ def train(task_class: type[Task], doc: str | None) -> None:
             print(f"distilling from step {step} on", flush=True)
 
     def pick(rng: random.Random, progress: float) -> batches.Kind:
-        kind = batches.pick_kind(rng, progress, task.long_texts, task.teacher is not None)
+        kind = batches.pick_kind(rng, progress < task.early_until, task.long_texts, task.teacher is not None)
         latents.prepare(kind)
         return kind
 
-    steps, losses = loop.run(stepper, clock, pick, first_step=past["steps"], on_step=on_step)
+    steps, losses = loop.run(stepper, clock, pick, rate=task.rate, first_step=past["steps"], on_step=on_step)
     checkpoint.save(args.out, f"{name}.raw", optimizer.state())
     checkpoint.save(args.out, f"{name}.ema", optimizer.average_state())
     report = {"steps": steps, "seconds": round(clock.seconds(), 1)}
