@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 from diffusers import FluxPipeline
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from tokenizers import Tokenizer
 from torch import nn
 
-from tiny import batches, pictures, rotary, tokenizers
+from tiny import batches, pictures, tokenizers
+from tiny.flux_forward import flux_forward
+from tiny.linear import use_fast_linears
+from tiny.norm import use_fast_norms
 from tiny.optim import MasterOptimizer
 from tiny.trainer import Task, train
 
@@ -30,40 +32,6 @@ def image_ids(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     ids[..., 1] += torch.arange(rows, device=device)[:, None]
     ids[..., 2] += torch.arange(columns, device=device)
     return ids.flatten(0, 1)
-
-
-class FastRotaryProcessor(FluxAttnProcessor):
-    """Stock's attention processor, with the rotary embedding in fewer passes."""
-
-    def __call__(
-        self,
-        attn: nn.Module,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: None = None,
-        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention's output, for both streams where there are two."""
-        assert image_rotary_emb is not None
-        assert attention_mask is None
-        cos, sin = (table[None, :, None, 0::2] for table in image_rotary_emb)
-
-        def heads(x: torch.Tensor, *projections: nn.Module) -> list[torch.Tensor]:
-            return [to(x).unflatten(-1, (-1, attn.head_dim)) for to in projections]
-
-        q, k, v = heads(hidden_states, attn.to_q, attn.to_k, attn.to_v)
-        q, k, words = attn.norm_q(q), attn.norm_k(k), 0
-        if encoder_hidden_states is not None:
-            words = encoder_hidden_states.shape[1]
-            eq, ek, ev = heads(encoder_hidden_states, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-            q = torch.cat([attn.norm_added_q(eq), q], dim=1)
-            k, v = torch.cat([attn.norm_added_k(ek), k], dim=1), torch.cat([ev, v], dim=1)
-        q, k = rotary.rotate(q, cos, sin), rotary.rotate(k, cos, sin)
-        out = nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        out = out.transpose(1, 2).flatten(2)
-        if encoder_hidden_states is None:
-            return out
-        return attn.to_out[0](out[:, words:]), attn.to_add_out(out[:, :words])
 
 
 class FluxTask(Task):
@@ -85,9 +53,8 @@ class FluxTask(Task):
             [(encode_clip, *CLIP_LENGTHS, clip.token_to_id("<|endoftext|>")), (encode_t5, *T5_LENGTHS, 0)],
         )
         self.modules["text_encoder_2"].set_attn_implementation("eager")  # type: ignore[operator]
-        for module in self.modules["transformer"].modules():
-            if hasattr(module, "set_processor"):
-                module.set_processor(FastRotaryProcessor())  # type: ignore[operator]
+        use_fast_norms(self.modules)
+        use_fast_linears(self.modules)
         self.optimizer: MasterOptimizer | None = None
 
     @staticmethod
@@ -117,17 +84,16 @@ class FluxTask(Task):
         # The pipeline masks nothing. A mask of zeros, because making one copies from the host, which no graph allows.
         nothing = torch.zeros(batch, 1, 1, ids[1].shape[1], device=device, dtype=dtype)
         states = modules["text_encoder_2"](ids[1], attention_mask=nothing)[0]
-        place = image_ids(height // 2, width // 2, device)
-        output: torch.Tensor = transformer(
-            hidden_states=FluxPipeline._pack_latents(noisy.to(dtype), batch, channels, height, width),
-            timestep=sigma,
-            guidance=guidance,
-            pooled_projections=pooled,
-            encoder_hidden_states=states,
-            txt_ids=torch.zeros(states.shape[1], 3, device=device),
-            img_ids=place,
-            return_dict=False,
-        )[0]
+        words = torch.zeros(states.shape[1], 3, device=device)
+        output = flux_forward(
+            transformer,
+            FluxPipeline._pack_latents(noisy.to(dtype), batch, channels, height, width),
+            states,
+            pooled,
+            sigma,
+            guidance,
+            torch.cat([words, image_ids(height // 2, width // 2, device)]),
+        )
         return output.float()
 
     @torch.no_grad()

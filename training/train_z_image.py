@@ -15,37 +15,17 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from tiny import batches, loop, pictures, rotary, tokenizers
+from tiny import batches, loop, pictures, tokenizers
+from tiny.flux_forward import attention, head_norm
+from tiny.gate import silu_gate
+from tiny.linear import linears, use_fast_linears
+from tiny.norm import LAYER, Turn, norm, use_fast_norms
 from tiny.trainer import Task, train
 
 GUIDANCE = 3.0
 LENGTHS = (32, 64)  # multiples of 32, to which the pipeline pads
 PAD = "<|endoftext|>"
 MULTIPLE = 32
-
-
-class RealRotaryProcessor:
-    """The block's attention, with the rotary embedding in fewer passes."""
-
-    def __call__(
-        self,
-        attn: nn.Module,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: None = None,
-        attention_mask: None = None,
-        freqs_cis: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the attention's output; FREQS_CIS is [1, S, 1, D / 2, 2]: cosines and sines."""
-        assert freqs_cis is not None
-        assert encoder_hidden_states is None
-        assert attention_mask is None
-        q, k, v = (to(hidden_states).unflatten(-1, (attn.heads, -1)) for to in (attn.to_q, attn.to_k, attn.to_v))
-        cos, sin = freqs_cis.unbind(-1)
-
-        q, k = rotary.rotate(attn.norm_q(q), cos, sin), rotary.rotate(attn.norm_k(k), cos, sin)
-        out = nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        output: torch.Tensor = attn.to_out[0](out.transpose(1, 2).flatten(2))
-        return output
 
 
 def positions(text: int, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,6 +40,24 @@ def positions(text: int, rows: int, columns: int, device: torch.device) -> tuple
     return torch.cat([grid.flatten(0, 1), padding]), words
 
 
+def block_forward(block: nn.Module, x: torch.Tensor, turn: Turn, adaln: torch.Tensor | None = None) -> torch.Tensor:
+    """Do what ZImageTransformerBlock.forward does, each norm with its modulation or gate and residual in one pass."""
+    norms = (block.attention_norm1, block.attention_norm2, block.ffn_norm1, block.ffn_norm2)
+    weights = torch.stack([layer.weight for layer in norms])[None]
+    if adaln is not None:
+        scale, gate, mlp_scale, mlp_gate = block.adaLN_modulation(adaln).chunk(4, dim=1)
+        weights = weights * torch.stack([1 + scale, gate.tanh(), 1 + mlp_scale, mlp_gate.tanh()], dim=1)
+    before, after, mlp_before, mlp_after = weights.unbind(1)
+    attn, mlp, eps = block.attention, block.feed_forward, block.attention_norm1.eps
+
+    q, k, v = linears(norm(x, before, eps=eps), attn.to_q, attn.to_k, attn.to_v)
+    q, k = head_norm(q, attn.norm_q, turn, attn.norm_q.eps), head_norm(k, attn.norm_k, turn, attn.norm_k.eps)
+    out = attn.to_out[0](attention(q, k, v.unflatten(-1, q.shape[2:])))
+    x = norm(out, after, residual=x, eps=eps)
+    out = mlp.w2(silu_gate(*linears(norm(x, mlp_before, eps=eps), mlp.w1, mlp.w3)))
+    return norm(out, mlp_after, residual=x, eps=eps)
+
+
 def transformer_forward(
     model: nn.Module, x: torch.Tensor, t: torch.Tensor, words: torch.Tensor, lengths: torch.Tensor
 ) -> torch.Tensor:
@@ -71,24 +69,26 @@ def transformer_forward(
     rows, columns, device = height // 2, width // 2, x.device
     patches = x.view(batch, channels, rows, 2, columns, 2).permute(0, 2, 4, 3, 5, 1).reshape(batch, rows * columns, -1)
     image_ids, word_ids = positions(words.shape[1], rows, columns, device)
-    image_place, word_place = (torch.view_as_real(model.rope_embedder(i))[None, :, None] for i in (image_ids, word_ids))
+    turns = model.rope_embedder(torch.cat([image_ids, word_ids]))
+    cos, sin, length = turns.real.contiguous(), turns.imag.contiguous(), len(image_ids)
     adaln = model.t_embedder(t * model.t_scale).type_as(x)
 
     image = model.all_x_embedder["2-1"](patches)
     padding = model.x_pad_token.expand(batch, len(image_ids) - rows * columns, -1)
     image = torch.cat([image, padding.to(image.dtype)], dim=1)
     for layer in model.noise_refiner:
-        image = layer(image, None, image_place, adaln)
+        image = block_forward(layer, image, (cos[:length], sin[:length]), adaln)
 
     is_padding = torch.arange(words.shape[1], device=device)[None] >= lengths[:, None]
     words = torch.where(is_padding[..., None], model.cap_pad_token, model.cap_embedder(words))
     for layer in model.context_refiner:
-        words = layer(words, None, word_place)
+        words = block_forward(layer, words, (cos[length:], sin[length:]))
 
-    unified, place = torch.cat([image, words], dim=1), torch.cat([image_place, word_place], dim=1)
+    unified = torch.cat([image, words], dim=1)
     for layer in model.layers:
-        unified = layer(unified, None, place, adaln)
-    out = model.all_final_layer["2-1"](unified, c=adaln)[:, : rows * columns]
+        unified = block_forward(layer, unified, (cos, sin), adaln)
+    final = model.all_final_layer["2-1"]
+    out = final.linear(norm(unified[:, : rows * columns], 1 + final.adaLN_modulation(adaln), kind=LAYER))
     return out.view(batch, rows, columns, 2, 2, channels).permute(0, 5, 1, 3, 2, 4).reshape(x.shape)
 
 
@@ -108,10 +108,8 @@ class ZImageTask(Task):
         tok = Tokenizer.from_file(str(folder / "qwen" / "tokenizer.json"))
         self.pad = tok.token_to_id(PAD)
         (self.captions,) = batches.caption_tables(pack, [(partial(self._encode, tok), *LENGTHS, self.pad)])
-        rotary.use_library_norms(self.modules["transformer"])
-        for module in self.modules["transformer"].modules():
-            if hasattr(module, "set_processor"):
-                module.set_processor(RealRotaryProcessor())  # type: ignore[operator]
+        use_fast_norms(self.modules)
+        use_fast_linears(self.modules)
         model = self.modules["transformer"]
         device = pack.pixels.device
         model.rope_embedder(torch.zeros(1, 3, dtype=torch.long, device=device))  # makes its tables, before any capture
