@@ -18,7 +18,9 @@ def environment() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root, capture_output=True, text=True, check=False
     )
-    given = os.environ.get("FUSEDIT_COMMIT")  # for a copy of the tree that has no history
+    given = os.environ.get(
+        "FUSEDIT_COMMIT"
+    )  # for a copy of a commit's tree whose own history ends earlier, or is absent
     return {
         "device": torch.cuda.get_device_name(),
         "driver": _driver(),
@@ -26,7 +28,7 @@ def environment() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "versions": {name: version(name) for name in ("torch", "triton", "diffusers", "transformers")},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip() or given,
+        "commit": given or commit.stdout.strip() or None,
     }
 
 

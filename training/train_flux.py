@@ -2,7 +2,8 @@
 
     python training/train_flux.py --vae DIR --out DIR --minutes 4
 
-From 60 % on a quarter of each batch learns the guided velocity of the averaged model, at a random guidance scale.
+The first 72 % is plain flow matching with empty captions now and then, at guidance 1. Then the averaged model is frozen
+as the teacher and the model learns its guided velocity, at a random guidance scale.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from tiny import batches, pictures, tokenizers
 from tiny.flux_forward import flux_forward
 from tiny.linear import use_fast_linears
 from tiny.norm import use_fast_norms
-from tiny.optim import MasterOptimizer
 from tiny.trainer import Task, train
 
 GUIDANCE_RANGE = (1.0, 6.0)
@@ -39,8 +39,6 @@ class FluxTask(Task):
 
     name = "tiny-flux"
     long_texts = (128, 512, 512)
-    early_until = 0.42
-    distil_from = 0.6
 
     def read_captions(self, pack: pictures.Pack, folder: Path) -> None:
         """Make the token tables of CLIP and T5."""
@@ -55,18 +53,10 @@ class FluxTask(Task):
         self.modules["text_encoder_2"].set_attn_implementation("eager")  # type: ignore[operator]
         use_fast_norms(self.modules)
         use_fast_linears(self.modules)
-        self.optimizer: MasterOptimizer | None = None
 
     @staticmethod
     def _encode(tok: Tokenizer, pad: str, texts: list[str], length: int) -> list[list[int]]:
         return tokenizers.encode(tok, texts, length, pad)
-
-    def start_distilling(self, optimizer: MasterOptimizer) -> None:
-        """Make a teacher that follows the averaged weights."""
-        super().start_distilling(optimizer)
-        assert self.teacher is not None
-        of_name = dict(self.teacher.named_parameters())
-        self.optimizer, self.teacher_weights = optimizer, [of_name[name] for name in optimizer.names]
 
     @staticmethod
     def velocity(
@@ -107,8 +97,6 @@ class FluxTask(Task):
     ) -> torch.Tensor:
         """Return the teacher's velocity without text, moved GUIDANCE times towards the one with text."""
         assert self.teacher is not None
-        assert self.optimizer is not None
-        torch._foreach_copy_(self.teacher_weights, self.optimizer.averages)
         batch = len(noisy)
         empty = (
             self.clip.empty_ids(ids[0].shape[1], batch, noisy.device),
@@ -121,25 +109,21 @@ class FluxTask(Task):
         return untold + guidance[:, None, None] * (told - untold)
 
     def loss(self, kind: batches.Kind) -> torch.Tensor:
-        """Return the flow-matching loss of a random batch."""
+        """Return the flow-matching loss of a random batch, or the distance to the guided teacher."""
         clean, at = self.latents.draw(kind, self.divisor)
         batch, channels, height, width = clean.shape
         noise, sigma = torch.randn_like(clean), batches.noise_levels(batch, kind.tokens, clean.device)
         level = sigma[:, None, None, None]
         noisy = (1 - level) * clean + level * noise
         target = FluxPipeline._pack_latents(noise - clean, batch, channels, height, width)
-        guidance = torch.ones(batch, device=clean.device)
-        taught = batch // 4 if kind.distil else 0
-        drop = torch.rand(batch, device=clean.device) < batches.EMPTY_SHARE
-        drop[:taught].fill_(False)
+        drop = torch.rand(batch, device=clean.device) < batches.empty_share(kind)
         which = torch.randint(1 << 16, (batch,), device=clean.device)
         clip_text = CLIP_LENGTHS[0] if kind.text == batches.SHORT_TEXT else CLIP_LENGTHS[1]
         ids = (self.clip.draw(at, which, clip_text, drop), self.t5.draw(at, which, kind.text, drop))
-        if taught:
-            low, high = GUIDANCE_RANGE
-            guidance[:taught] = low + (high - low) * torch.rand(taught, device=clean.device)
-            some = (ids[0][:taught], ids[1][:taught])
-            target[:taught] = self.guided(noisy[:taught], sigma[:taught], guidance[:taught], some, kind.text)
+        guidance = torch.ones(batch, device=clean.device)
+        if kind.distil:
+            guidance = guidance.uniform_(*GUIDANCE_RANGE)
+            target = self.guided(noisy, sigma, guidance, ids, kind.text)
         return (self.velocity(self.modules, noisy, sigma, guidance, ids) - target).square().mean()
 
 

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from tiny import batches, loop, pictures, tokenizers
+from tiny import batches, pictures, tokenizers
 from tiny.flux_forward import attention, head_norm
 from tiny.gate import silu_gate
 from tiny.linear import linears, use_fast_linears
@@ -98,10 +98,6 @@ class ZImageTask(Task):
     name = "tiny-z-image"
     long_texts = (64,)
     frozen = ("text_encoder.layers.2.", "text_encoder.norm.")  # the pipeline reads hidden_states[-2]
-    early_until = 0.33
-    distil_from = 0.72
-    rate = staticmethod(loop.two_phases(0.72))
-    teacher_is_frozen = True
 
     def read_captions(self, pack: pictures.Pack, folder: Path) -> None:
         """Make the token tables, chat template included."""
@@ -145,7 +141,7 @@ class ZImageTask(Task):
         noise, sigma = torch.randn_like(clean), batches.noise_levels(batch, kind.tokens, clean.device)
         level = sigma[:, None, None, None]
         noisy = (1 - level) * clean + level * noise
-        drop = torch.rand(batch, device=clean.device) < (0.03 if kind.distil else batches.EMPTY_SHARE)
+        drop = torch.rand(batch, device=clean.device) < batches.empty_share(kind)
         which = torch.randint(1 << 16, (batch,), device=clean.device)
         ids = self.captions.draw(at, which, kind.text, drop)
         target = self.guided(noisy, sigma, ids) if kind.distil else noise - clean

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from fusedit.errors import ArgumentError, UnsupportedPipelineError
 from fusedit.validation import (
+    MULTIPLE,
     Size,
     check_guidance,
     check_prompt,
@@ -102,7 +103,20 @@ def call_arguments(pipe: Any, request: Request) -> dict[str, Any]:
         arguments[name] = value
     if request.negative is not None:
         _check_negative(pipe, request, known)
+    _check_position_tables(pipe, request.size)
     return arguments
+
+
+def _check_position_tables(pipe: Any, size: Size) -> None:
+    """Z-Image looks positions up in tables; beyond their end a GPU stops the whole process by an assertion."""
+    lengths = getattr(getattr(getattr(pipe, "transformer", None), "config", None), "axes_lens", None)
+    if lengths is None:
+        return
+    for name, value, positions in (("width", size.width, lengths[2]), ("height", size.height, lengths[1])):
+        if value > MULTIPLE * positions:
+            raise ArgumentError(
+                f"{name} {value} is more than this model has positions for; {MULTIPLE * positions} is its most"
+            )
 
 
 def _check_negative(pipe: Any, request: Request, known: Any) -> None:

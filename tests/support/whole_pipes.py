@@ -116,6 +116,6 @@ def z_image_pipe() -> ZImagePipeline:
             n_kv_heads=2,
             cap_feat_dim=16,
             axes_dims=[4, 4, 8],
-            axes_lens=[1024, 64, 64],
+            axes_lens=[1024, 256, 256],
         ).eval(),
     )

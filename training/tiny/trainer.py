@@ -18,6 +18,7 @@ from tiny.device import pick_device
 from tiny.optim import MasterOptimizer
 
 VARIANTS = 5
+EARLY_UNTIL, DISTIL_FROM = 0.33, 0.72  # as progress, from 0 to 1
 
 
 class Task(ABC):
@@ -26,10 +27,6 @@ class Task(ABC):
     name: str
     long_texts: tuple[int, ...]
     frozen: Sequence[str] = ()  # prefixes of parameters that sampling never uses
-    early_until: float  # as progress, from 0 to 1
-    distil_from: float
-    teacher_is_frozen = False
-    rate: loop.Schedule = staticmethod(loop.schedule)
 
     def __init__(self, modules: nn.ModuleDict, pack: pictures.Pack, latents: batches.Latents, args: argparse.Namespace):
         self.modules, self.latents, self.divisor = modules, latents, args.batch_divisor
@@ -83,7 +80,7 @@ def train(task_class: type[Task], doc: str | None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     report_file = args.out / f"{name}.json"
     past = json.loads(report_file.read_text()) if args.resume else {"steps": 0, "seconds": 0.0, "losses": []}
-    if task_class.teacher_is_frozen and past["seconds"] > 60 * args.minutes * task_class.distil_from:
+    if past["seconds"] > 60 * args.minutes * DISTIL_FROM:
         raise SystemExit(
             "the checkpoint is past the frozen teacher, which is not kept: train again, or end calls earlier"
         )
@@ -105,17 +102,19 @@ def train(task_class: type[Task], doc: str | None) -> None:
     stepper = loop.Stepper(task.loss, optimizer)
 
     def on_step(step: int, progress: float) -> None:
-        if progress >= task.distil_from and task.teacher is None:
+        if progress >= DISTIL_FROM and task.teacher is None:
             with torch.no_grad():
                 task.start_distilling(optimizer)
             print(f"distilling from step {step} on", flush=True)
 
     def pick(rng: random.Random, progress: float) -> batches.Kind:
-        kind = batches.pick_kind(rng, progress < task.early_until, task.long_texts, task.teacher is not None)
+        kind = batches.pick_kind(rng, progress < EARLY_UNTIL, task.long_texts, task.teacher is not None)
         latents.prepare(kind)
         return kind
 
-    steps, losses = loop.run(stepper, clock, pick, rate=task.rate, first_step=past["steps"], on_step=on_step)
+    steps, losses = loop.run(
+        stepper, clock, pick, rate=loop.two_phases(DISTIL_FROM), first_step=past["steps"], on_step=on_step
+    )
     checkpoint.save(args.out, f"{name}.raw", optimizer.state())
     checkpoint.save(args.out, f"{name}.ema", optimizer.average_state())
     report = {"steps": steps, "seconds": round(clock.seconds(), 1)}

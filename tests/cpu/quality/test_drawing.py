@@ -213,6 +213,13 @@ def test_bad_requests(bad: dict[str, Any]) -> None:
         Request(**(good | bad))
 
 
+def test_a_size_beyond_the_position_tables_is_refused_before_drawing(z_image: Any) -> None:
+    most = 16 * z_image.transformer.config.axes_lens[1]
+    for side in ({"width": most + 16}, {"height": most + 16}):
+        with pytest.raises(ArgumentError, match=f"{most} is its most"):
+            draw(z_image, request_for(z_image, "fox", 0, **{"width": 64, "height": 64, "steps": 1, **side}))
+
+
 def test_settings_without_effect_are_refused(flux: Any, z_image: Any) -> None:
     with pytest.raises(ArgumentError, match="true CFG"):
         draw(flux, request_for(flux, "a", 0, negative="b", **SMALL))
