@@ -33,7 +33,7 @@ SEEN = (
     "soccer ball, noto style",
     "a red heart, 3d style, blue background",
     "banana, 3d style, pink background",
-    "evergreen tree, flat style",
+    "palm tree, flat style",
     "airplane, 3d style",
     "dog face, noto style",
 )

@@ -18,7 +18,7 @@ from fusedit.progress import Progress, progress_on
 if TYPE_CHECKING:
     from fusedit.quality.result import Comparison
 
-PROMPTS: Final = ("red apple, 3d style", "fox, flat style", "snowman, 3d style", "rocket, noto style")
+PROMPTS: Final = ("red apple, 3d style", "birthday cake, flat style", "butterfly, 3d style", "mushroom, noto style")
 SEEDS: Final = (7,)
 OUT: Final = Path("out/demo")
 

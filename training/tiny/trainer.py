@@ -41,11 +41,12 @@ class Task(ABC):
     def loss(self, kind: batches.Kind) -> torch.Tensor:
         """Return the loss of a random batch."""
 
-    def start_distilling(self, optimizer: MasterOptimizer) -> None:
-        """Make the teacher from the averaged weights."""
+    @torch.no_grad()
+    def start_distilling(self, averages: dict[str, torch.Tensor]) -> None:
+        """Make the teacher, which has the averaged weights."""
         self.teacher = deepcopy(self.modules).requires_grad_(False)
         for name, weight in self.teacher.named_parameters():
-            if name in (averages := optimizer.average_state()):
+            if name in averages:
                 weight.copy_(averages[name])
 
 
@@ -80,10 +81,6 @@ def train(task_class: type[Task], doc: str | None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     report_file = args.out / f"{name}.json"
     past = json.loads(report_file.read_text()) if args.resume else {"steps": 0, "seconds": 0.0, "losses": []}
-    if past["seconds"] > 60 * args.minutes * DISTIL_FROM:
-        raise SystemExit(
-            "the checkpoint is past the frozen teacher, which is not kept: train again, or end calls earlier"
-        )
     stop_after = 60 * args.stop_after if args.stop_after else None
     clock = loop.Clock(args.minutes, past["seconds"], max_steps=args.steps, stop_after=stop_after)
     torch.manual_seed(past["steps"])
@@ -99,12 +96,13 @@ def train(task_class: type[Task], doc: str | None) -> None:
     )
     if args.resume:
         optimizer.load(checkpoint.load(args.out, f"{name}.raw"), checkpoint.load(args.out, f"{name}.ema"))
+        if past.get("distilling"):
+            task.start_distilling(checkpoint.load(args.out, f"{name}.teacher"))
     stepper = loop.Stepper(task.loss, optimizer)
 
     def on_step(step: int, progress: float) -> None:
         if progress >= DISTIL_FROM and task.teacher is None:
-            with torch.no_grad():
-                task.start_distilling(optimizer)
+            task.start_distilling(optimizer.average_state())
             print(f"distilling from step {step} on", flush=True)
 
     def pick(rng: random.Random, progress: float) -> batches.Kind:
@@ -117,6 +115,8 @@ def train(task_class: type[Task], doc: str | None) -> None:
     )
     checkpoint.save(args.out, f"{name}.raw", optimizer.state())
     checkpoint.save(args.out, f"{name}.ema", optimizer.average_state())
-    report = {"steps": steps, "seconds": round(clock.seconds(), 1)}
+    if task.teacher is not None:
+        checkpoint.save(args.out, f"{name}.teacher", dict(task.teacher.named_parameters()))
+    report = {"steps": steps, "seconds": round(clock.seconds(), 1), "distilling": task.teacher is not None}
     loop.write_report(report_file, report, past["losses"] + losses)
     print(f"{name}: {steps} steps, {clock.seconds():.0f} s", flush=True)

@@ -16,7 +16,6 @@ from fusedit.assets import embedded_models
 CLASSES = {"tiny-flux": FluxPipeline, "tiny-z-image": ZImagePipeline}
 REPOSITORY_BYTES, SHARD_BYTES = 44_000_000, 15_000_000
 STEPS = 4
-pytestmark = pytest.mark.skipif(not embedded_models(), reason="the embedded models' weights are not in this tree")
 
 
 @pytest.fixture(scope="module", params=sorted(CLASSES))
