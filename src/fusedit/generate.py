@@ -164,7 +164,7 @@ def generate_files(job: Job, *, quiet: bool) -> dict[str, Any]:
             images.append(image)
             before = report
     notes = [note for note in (guidance_note(pipe, job.guidance), *handle.report().notes) if note]
-    notes += [f"warning: {site.site} never ran fused" for site in handle.report().rewritten if not site.fused]
+    notes += [f"warning: {site.site} never ran fused" for site in handle.report().never_ran(requests[0].steps)]
     return {**shared, "images": images, "report": handle.report().to_dict(), "notes": notes}
 
 

@@ -100,7 +100,7 @@ def _source(name: str | Path) -> str:
     """What from_pretrained gets: the directory of an embedded or local model, or the hub id."""
     if not isinstance(name, str | Path) or not str(name).strip():
         raise ModelNotFoundError(f"model {name!r} is not a name; {_choices()}")
-    text = str(name)
+    text = str(name).rstrip("/") or "/"
     embedded = embedded_models()
     if text in embedded:
         return str(embedded[text])

@@ -70,6 +70,11 @@ class Report:
     notes: tuple[str, ...] = ()
     active: bool = True
 
+    def never_ran(self, steps: int) -> tuple[SiteReport, ...]:
+        """The rewrites in force that never ran, but for those that save nothing on the first step of so few."""
+        idle = (site for site in self.rewritten if not site.fused)
+        return tuple(site for site in idle if site.stock or steps > 1 or not site.site.endswith(".hoist"))
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "pipeline": self.pipeline,

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 from fusedit import ops
 from fusedit.models._model import FusedModel, Rewrite
+from fusedit.models.flux import Flux
+from fusedit.models.z_image import ZImage
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.linear import linear
@@ -31,7 +33,7 @@ class AutoencoderKL(FusedModel):
     stock = "diffusers.models.autoencoders.vae:Decoder"
     path = ("vae", "decoder")
     denoiser = False
-    pipelines = ("FluxPipeline", "ZImagePipeline")
+    pipelines = (*Flux.pipelines, *ZImage.pipelines)
     signature = ("sample", "latent_embeds")
     known = frozenset({"Attention", "ResnetBlock2D", "UNetMidBlock2D", "UpDecoderBlock2D", "Upsample2D"})
     rewrites = (

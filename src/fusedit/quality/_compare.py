@@ -114,6 +114,7 @@ def compare(
     finally:
         bench.handle.restore()
         _rest(pipe)
+    drawn = requests[0].steps if bench.laps["fused"] else 0
     return Comparison(
         model=model_name(pipe),
         pipeline=type(pipe).__name__,
@@ -133,7 +134,7 @@ def compare(
         noise=BaselineNoise.of(bench.twice),
         rewritten=report.rewritten,
         refused=report.refused,
-        notes=(*report.notes, *_notes(pipe, report, bool(bench.laps["fused"]), wanted, dtype, guidance)),
+        notes=(*report.notes, *_notes(pipe, report, drawn, wanted, dtype, guidance)),
         verdict=verdict,
         guilt=guilt,
         environment=environment(device_of(pipe)),
@@ -185,13 +186,14 @@ def _badness(pair: Pair) -> float:
     return float("-inf") if pair.psnr_db is None else pair.psnr_db
 
 
-def _notes(pipe: Any, report: Report, drawn: bool, reference: str, dtype: str, guidance: float | None) -> list[str]:
+def _notes(pipe: Any, report: Report, steps: int, reference: str, dtype: str, guidance: float | None) -> list[str]:
+    """What a reader of the comparison should know. STEPS is 0 where the fused pipeline drew nothing."""
     notes = []
-    never = [site for site in report.rewritten if site.fused == 0 and drawn]
+    never = report.never_ran(steps) if steps else ()
     for site in never:
         why = "; ".join(site.reasons) or "the model never reached it"
         notes.append(f"warning: {site.site} never ran fused: {why}")
-    if drawn and len(never) == len(report.rewritten):
+    if steps and len(never) == len(report.rewritten):
         notes.append("warning: no rewrite ran, so this compares stock with stock")
     if reference == "fp32" and dtype == "fp32":
         notes.append("the pipeline is in fp32 already, so stock is the fp32 reference")

@@ -34,7 +34,7 @@ def test_a_directory_loads_and_draws_the_same(saved: Path, flux: Any, capfd: pyt
 
 def test_an_embedded_name(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "embedded_models", lambda: {"tiny-flux": saved})
-    pipe = fusedit.load("tiny-flux")
+    pipe = fusedit.load("tiny-flux/")
     assert model_name(pipe) == "tiny-flux"
     assert str(defaults_for(pipe).size) == "256x256"
     assert defaults_for(pipe).steps == 20

@@ -33,6 +33,12 @@ def test_exact_is_exact_and_every_site_runs(pipe: Any) -> None:
     assert not any("warning" in note for note in result.notes)
 
 
+def test_one_step_has_nothing_to_keep_and_no_warning(pipe: Any) -> None:
+    result = fusedit.compare(pipe, "red fox", seeds=[0], guidance=1.5, **{**SMALL, "steps": 1})
+    assert any(site.fused == 0 for site in result.rewritten)
+    assert not any("never ran" in note for note in result.notes), result.notes
+
+
 def test_a_stock_pipeline_is_stock_afterwards(pipe: Any) -> None:
     request = request_for(pipe, "fox", 5, **SMALL)
     state = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
