@@ -128,6 +128,38 @@ def test_two_accelerated_pipelines_share_one_transformer_until_the_last_restores
     assert same_parameters(pipe, before)
 
 
+@pytest.mark.parametrize("order", ["one", "first", "last"])
+def test_weights_shared_by_storage_with_another_pipeline_are_shared_again_after_restore(order: str) -> None:
+    pipe, other = flux_pipe(), flux_pipe()
+    other.transformer.load_state_dict(pipe.transformer.state_dict(), assign=True)
+    stock = flux_call(other)
+    handles = [fusedit.accelerate(p) for p in ([pipe] if order == "one" else [pipe, other])]
+    for p in (pipe, other):
+        assert relative(flux_call(p), stock) < CLOSE
+    assert all(fused_calls(handle) for handle in handles)
+    for handle in handles if order != "last" else handles[::-1]:
+        handle.restore()
+    places = [[t.data_ptr() for t in p.transformer.parameters()] for p in (pipe, other)]
+    assert places[0] == places[1]
+    assert torch.equal(flux_call(pipe), stock)
+
+
+def test_weights_changed_while_packed_are_not_lost_to_the_storage_they_came_from() -> None:
+    pipe = flux_pipe()
+    held = pipe.transformer.state_dict()
+    handle = fusedit.accelerate(pipe)
+    flux_call(pipe)
+    weight = pipe.transformer.single_transformer_blocks[0].attn.to_q.weight
+    with torch.no_grad():
+        weight.mul_(2)
+    changed = weight.detach().clone()
+    handle.restore()
+    assert torch.equal(weight, changed)
+    assert weight.data_ptr() != held["single_transformer_blocks.0.attn.to_q.weight"].data_ptr()
+    other = pipe.transformer.single_transformer_blocks[0].attn.to_k.weight
+    assert other.data_ptr() == held["single_transformer_blocks.0.attn.to_k.weight"].data_ptr()
+
+
 def test_deepcopy_and_pickle_give_stock_pipelines() -> None:
     pipe = flux_pipe()
     stock = flux_call(pipe)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fusedit.runtime import former
 from fusedit.runtime.counters import Counters
 
 
@@ -136,6 +137,9 @@ class PackedLinear:
                     packed = [_pack(weights), None if biases[0] is None else _pack(biases)]
             except torch.OutOfMemoryError:
                 return "out of memory while packing"
+            for part in parts:
+                if _storage(part) not in _homes(layers):
+                    former.remember(part)
             for group, whole in zip((weights, biases), packed, strict=True):
                 if whole is not None:
                     for tensor, part in zip(group, torch.split(whole, [t.shape[0] for t in group]), strict=True):
@@ -146,7 +150,7 @@ class PackedLinear:
         return None
 
     def unpack(self) -> None:
-        """Give each parameter its own storage again; what was never packed keeps the storage it came with."""
+        """Give each parameter its former or an own storage again; what was never packed keeps the one it came with."""
         self._packed = None
         layers = [layer for layer in map(_base, self.layers()) if layer is not None]
         homes = _homes(layers)
@@ -154,7 +158,7 @@ class PackedLinear:
             for tensor in group:
                 if _storage(tensor) in homes:
                     with torch.inference_mode(False):
-                        tensor.data = tensor.data.clone()
+                        former.give_back(tensor)
 
 
 def _base(layer: Any) -> nn.Linear | None:
