@@ -64,6 +64,23 @@ def test_with_the_fp32_reference_stocks_own_error_is_the_yardstick() -> None:
     assert judge(yardstick(stock, [value + 9 for value in stock]), gates, SIZE).passed
 
 
+def test_each_picture_is_held_against_its_own_yardstick() -> None:
+    gates = Gates.of("bf16", fp32_reference=True)
+    stock = [20.0 + index for index in range(21)]
+    better_but_for_the_middle = [value + 3 for value in stock]
+    better_but_for_the_middle[10] = stock[10]
+    assert judge(yardstick(stock, better_but_for_the_middle), gates, SIZE).passed
+    worse_but_for_the_extremes = [value - 0.3 if 2 < index < 18 else value + 20 for index, value in enumerate(stock)]
+    assert not judge(yardstick(stock, worse_but_for_the_extremes), gates, SIZE).passed
+
+
+def test_identical_to_the_reference_is_no_loss() -> None:
+    gates = Gates.of("bf16", fp32_reference=True)
+    stock = [40.0] * 11 + [math.inf] * 10
+    assert judge(yardstick(stock, stock), gates, SIZE).passed
+    assert not judge(yardstick([math.inf] * 21, [50.0] * 21), gates, SIZE).passed
+
+
 def test_explicit_gates_replace_the_yardstick() -> None:
     stock = [40.0] * 20
     assert not judge(yardstick(stock, stock), Gates.of("bf16", min_psnr=45, fp32_reference=True), SIZE).passed
