@@ -57,11 +57,11 @@ def assemble(name: str, checkpoints: Path | None, tokenizer_folder: Path) -> Dif
 def main() -> None:
     """Write each model's directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoints", type=Path)
-    parser.add_argument("--untrained", action="store_true")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--tokenizers", type=Path, default=HERE / "work" / "data" / "tokenizers")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "src" / "fusedit" / "assets")
+    parser.add_argument("--checkpoints", type=Path, help="what the training scripts wrote")
+    parser.add_argument("--untrained", action="store_true", help="random weights instead")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="which; all by default")
+    parser.add_argument("--tokenizers", type=Path, default=HERE / "work" / "data" / "tokenizers", help="folder")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "src" / "fusedit" / "assets", help="where to write")
     args = parser.parse_args()
     if (args.checkpoints is None) != args.untrained:
         parser.error("give --checkpoints DIR or --untrained")

@@ -110,10 +110,10 @@ def main() -> None:
     """Draw or measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=sorted(DEFAULTS))
-    parser.add_argument("--models-at", type=Path, default=ASSETS)
+    parser.add_argument("--models-at", type=Path, default=ASSETS, help="folder with the models")
     parser.add_argument("--size", default="256x256", help="WIDTHxHEIGHT")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--out", type=Path, help="picture file of the sheet")
+    parser.add_argument("--measure", action="store_true", help="print PSNR between seeds, dtypes, step counts")
     args = parser.parse_args()
     width, height = (int(part) for part in args.size.split("x"))
     if args.measure:

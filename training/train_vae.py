@@ -1,6 +1,6 @@
 """Train the autoencoder that both embedded models hold a copy of.
 
-    python training/train_vae.py --minutes 2.2 --out DIR
+    python training/train_vae.py --minutes 3.4 --out DIR
 
 Writes DIR/vae-0.safetensors and DIR/vae.json (scaling and shift of the latents, PSNR, losses).
 """

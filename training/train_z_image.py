@@ -1,6 +1,6 @@
 """Train tiny-z-image's transformer and text encoder together.
 
-    python training/train_z_image.py --vae DIR --out DIR --minutes 4
+    python training/train_z_image.py --vae DIR --out DIR --minutes 7.7
 
 The first 72 % is plain flow matching with empty captions now and then. Then the averaged model is frozen as the teacher
 and the model learns its guided velocity, so that sampling needs no guidance.

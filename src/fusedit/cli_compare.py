@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fusedit.files import check_folder
 from fusedit.plan import Plan
 from fusedit.quality import gates
 from fusedit.quality.result import Comparison
@@ -43,13 +42,14 @@ def run_compare(
     chosen = Plan.of(plan)
     if dtype is not None:
         dtype_name(dtype)
+    from fusedit.quality.output import check_output, write_comparisons
+
     if out is not None:
-        check_folder(out)
+        check_output(out)
 
     from fusedit.loading import load_for
     from fusedit.progress import Progress, progress_on
     from fusedit.quality._compare import compare
-    from fusedit.quality.output import write_comparisons
 
     pipe = load_for(model, dtype=dtype, device=device, lora=lora)
     with Progress() if quiet else progress_on() as progress:

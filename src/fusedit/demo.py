@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fusedit.files import check_folder
 from fusedit.progress import Progress, progress_on
 
 if TYPE_CHECKING:
@@ -33,11 +32,12 @@ def run_demo(out: Path = OUT, *, quiet: bool = False) -> tuple[list[Comparison],
         OutputError: `out` cannot be written; nothing was drawn.
         ModelNotFoundError: this installation has no embedded model.
     """
-    check_folder(out)
+    from fusedit.quality.output import check_output, write_comparisons
+
+    check_output(out)
     from fusedit.errors import ModelNotFoundError
     from fusedit.loading import embedded_models, load
     from fusedit.quality._compare import compare
-    from fusedit.quality.output import write_comparisons
 
     names = list(embedded_models())
     if not names:
@@ -57,4 +57,4 @@ def run_demo(out: Path = OUT, *, quiet: bool = False) -> tuple[list[Comparison],
 if __name__ == "__main__":
     from fusedit.cli import app
 
-    app(["demo", *sys.argv[1:]])
+    app(["demo", *sys.argv[1:]], prog_name="fusedit")

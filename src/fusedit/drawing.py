@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -199,20 +200,21 @@ def out_of_memory_as_error(call: Callable[[], T], doing: str, pipe: Any) -> T:
     try:
         return call()
     except (torch.OutOfMemoryError, MemoryError) as error:
-        failure = _first_line(error)
+        failure = _amount(error)
     except NonFiniteError:
         _free(pipe)
         raise
     except RuntimeError as error:
         if "DefaultCPUAllocator" not in str(error):  # how a CPU says it: torch has no class of its own for that
             raise
-        failure = _first_line(error)
+        failure = _amount(error)
     # Raised out here, where the exception has no context: its traceback would hold the tensors of the failed call.
     del call
     _free(pipe)
-    raise DeviceMemoryError(
-        f"out of memory {doing} ({failure}); a smaller size, bf16 or pipe.enable_model_cpu_offload() would help"
-    )
+    remedies = "a smaller size, bf16 or pipe.enable_model_cpu_offload()"
+    if device_of(pipe).type == "cpu":
+        remedies = "a smaller size"
+    raise DeviceMemoryError(f"out of memory {doing}{failure}; {remedies} would help")
 
 
 def _free(pipe: Any) -> None:
@@ -225,6 +227,7 @@ def _free(pipe: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0].split(". ")[0].rstrip(".") if text else type(error).__name__
+def _amount(error: BaseException) -> str:
+    """How much was asked for at once, as torch and numpy say it, or nothing."""
+    found = re.search(r"allocate ([\d.]+ (?:[KMGTPE]i?B|bytes))", str(error))
+    return f" ({found[1]} asked for at once)" if found else ""

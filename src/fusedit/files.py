@@ -62,6 +62,25 @@ def check_file(path: str | Path, suffix: str) -> Path:
     return target
 
 
+def check_replaceable(path: Path, *marks: set[str]) -> None:
+    """Prove that a JSON file of this name is absent, or an earlier one of fusedit's, which may be replaced.
+
+    Args:
+        marks: the keys by which ours is known; any one of the sets is enough.
+
+    Raises:
+        OutputError: the file is something else, for example a plan.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict) or not any(mark <= content.keys() for mark in marks):
+        raise OutputError(f"{str(path)!r} is there and is not from fusedit; choose another output, or move it away")
+
+
 def write_together(contents: Mapping[Path, bytes]) -> None:
     """Write files that belong together: all of their bytes reach the disk before the first name appears.
 

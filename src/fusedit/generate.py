@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusedit.files import check_file, json_bytes, png_bytes, write_together
+from fusedit.files import check_file, check_replaceable, json_bytes, png_bytes, write_together
 from fusedit.plan import Plan
 from fusedit.report import Report
 from fusedit.validation import (
@@ -75,7 +75,7 @@ class Job:
         ]
         for path in files:
             check_file(path, ".png")
-            check_file(path.with_suffix(".json"), ".json")
+            check_replaceable(check_file(path.with_suffix(".json"), ".json"), {"prompt", "seed", "plan"})
         return cls(
             prompt=check_prompt(prompt),
             model=model,

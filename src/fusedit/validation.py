@@ -16,6 +16,7 @@ from fusedit.errors import ArgumentError
 
 MULTIPLE: Final = 16  # VAE factor 8 times patch 2: a size between the multiples would be rounded by the pipeline
 MAX_SEED: Final = 2**63 - 1  # what torch.Generator.manual_seed takes without wrapping a negative number around
+MAX_STEPS: Final = 1000
 MAX_TEXT_TOKENS: Final = 512
 DTYPES: Final = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _HALF: Final = ("fp16", "float16", "half")
@@ -66,10 +67,10 @@ def check_size(width: Any, height: Any, multiple: int = MULTIPLE) -> Size:
 
 
 def check_steps(steps: Any) -> int:
-    """A number of denoising steps: 1 or more."""
+    """A number of denoising steps: 1 to 1000, the levels of noise that these models know."""
     value = _whole(steps, "steps")
-    if value < 1:
-        raise ArgumentError(f"steps is {value}; give 1 or more")
+    if not 1 <= value <= MAX_STEPS:
+        raise ArgumentError(f"steps is {value}; give 1 to {MAX_STEPS}")
     return value
 
 

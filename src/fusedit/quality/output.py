@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fusedit.files import json_bytes, png_bytes, write_together
+from fusedit.files import check_folder, check_replaceable, json_bytes, png_bytes, write_together
 from fusedit.quality.maps import amplified, difference_map
 from fusedit.quality.page import page
 from fusedit.quality.result import Comparison, Pair
@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 
 
 KINDS: Final = ("stock", "fused", "difference", "flip")
+
+
+def check_output(folder: Path) -> None:
+    """Prove, before anything is drawn, that `write_comparisons` can write there and replaces nothing of a user's.
+
+    Raises:
+        OutputError: it cannot, or would.
+    """
+    check_folder(folder)
+    check_replaceable(folder / "result.json", {"pairs", "verdict"}, {"results"})
 
 
 def write_comparisons(folder: Path, results: Sequence[Comparison], result: Mapping[str, Any], title: str) -> list[Path]:

@@ -76,6 +76,14 @@ def test_wrong_use(shell: Any, arguments: tuple[str, ...], word: str) -> None:
     assert word in shell.refused("compare", "-p", "fox", *arguments)
 
 
+def test_a_result_file_of_someone_elses_is_not_overwritten(shell: Any) -> None:
+    (shell.folder / "result.json").write_text("[1, 2]")
+    result = shell("compare", "-p", "a", "--out", ".", "--size", "48x32", "--steps", "1")
+    assert result.exit_code == 2
+    assert "is there and is not from fusedit" in result.output
+    assert (shell.folder / "result.json").read_text() == "[1, 2]"
+
+
 def test_no_prompt_is_wrong_use(shell: Any) -> None:
     assert shell("compare").exit_code == 2
 

@@ -53,6 +53,18 @@ def test_each_of_several_pictures_can_be_drawn_alone(shell: Any, model: str) -> 
         assert counts[0] == pytest.approx(counts[1], rel=0.2)
 
 
+def test_a_plan_of_the_pictures_name_is_not_overwritten(shell: Any) -> None:
+    plan = shell.folder / "apple.json"
+    plan.write_text('{"schema": 1, "base": "exact", "rewrites": {}}')
+    before = plan.read_bytes()
+    result = shell("generate", "a", "--plan", "apple.json", "-o", "apple.png", *FAST)
+    assert result.exit_code == 2
+    assert "'apple.json' is there and is not from fusedit" in result.output
+    assert (shell.files(), plan.read_bytes()) == (["apple.json"], before)
+    for _ in range(2):  # its own are replaced
+        assert shell("generate", "a", "--plan", "apple.json", "-o", "b.png", *FAST).exit_code == 0
+
+
 def test_the_empty_prompt(shell: Any) -> None:
     # SRV-08
     assert shell("generate", "", "-o", "a.png", *FAST).exit_code == 0
@@ -113,7 +125,7 @@ def test_a_folder_where_the_json_beside_the_picture_goes(shell: Any, count: str)
 
 def test_json_errors(shell: Any) -> None:
     told = shell.json("generate", "fox", "--steps", "0", code=2)
-    assert told == {"error": {"type": "ArgumentError", "message": "steps is 0; give 1 or more"}}
+    assert told == {"error": {"type": "ArgumentError", "message": "steps is 0; give 1 to 1000"}}
 
 
 def test_no_gpu(shell: Any) -> None:

@@ -11,7 +11,7 @@ from support.whole_pipes import SMALL
 
 from fusedit import timing
 from fusedit.defaults import request_for
-from fusedit.drawing import draw, initial_noise
+from fusedit.drawing import draw, initial_noise, out_of_memory_as_error
 from fusedit.errors import ArgumentError, DeviceMemoryError, NonFiniteError, UnsupportedPipelineError
 from fusedit.finite import bad_weight
 from fusedit.request import Request
@@ -185,6 +185,25 @@ def test_out_of_memory_leaves_a_usable_pipeline_and_no_tensor(flux: Any, error: 
     hook.remove()
     assert np.array_equal(draw(pipe, request).pixels, draw(flux, request).pixels)
     assert "progress_bar" not in vars(pipe)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("Unable to allocate 745. GiB for an array with shape (100000000000,) and data type float64", "745. GiB"),
+        (
+            "[enforce] DefaultCPUAllocator: can't allocate memory: you tried to allocate 640 bytes. Error code 12",
+            "640 bytes",
+        ),
+    ],
+)
+def test_running_out_of_memory_says_how_much_was_asked_for(flux: Any, text: str, told: str) -> None:
+    def call() -> None:
+        raise RuntimeError(text) if "CPU" in text else MemoryError(text)
+
+    with pytest.raises(DeviceMemoryError) as caught:
+        out_of_memory_as_error(call, "drawing", flux)
+    assert str(caught.value) == f"out of memory drawing ({told} asked for at once); a smaller size would help"
 
 
 def test_other_errors_pass_through_unchanged(flux: Any) -> None:
