@@ -15,12 +15,8 @@ import torch
 def environment() -> dict[str, Any]:
     """JSON data that every results file carries."""
     root = Path(__file__).resolve().parent.parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=root, capture_output=True, text=True, check=False
-    )
-    given = os.environ.get(
-        "FUSEDIT_COMMIT"
-    )  # for a copy of a commit's tree whose own history ends earlier, or is absent
+    # The variable is for a copy of a commit's tree whose own history ends earlier, or is absent.
+    commit = os.environ.get("FUSEDIT_COMMIT") or _describe(root)
     return {
         "device": torch.cuda.get_device_name(),
         "driver": _driver(),
@@ -28,8 +24,13 @@ def environment() -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "versions": {name: version(name) for name in ("torch", "triton", "diffusers", "transformers")},
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": given or commit.stdout.strip() or None,
+        "commit": commit,
     }
+
+
+def _describe(root: Path) -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def _nvml() -> Any | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fusedit.plan import Plan
 from fusedit.quality import gates
+from fusedit.quality.output import check_output, write_comparisons
 from fusedit.quality.result import Comparison
 from fusedit.validation import Size, check_choice, check_prompts, check_seeds, dtype_name
 
@@ -42,8 +43,6 @@ def run_compare(
     chosen = Plan.of(plan)
     if dtype is not None:
         dtype_name(dtype)
-    from fusedit.quality.output import check_output, write_comparisons
-
     if out is not None:
         check_output(out)
 

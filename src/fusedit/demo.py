@@ -32,12 +32,12 @@ def run_demo(out: Path = OUT, *, quiet: bool = False) -> tuple[list[Comparison],
         OutputError: `out` cannot be written; nothing was drawn.
         ModelNotFoundError: this installation has no embedded model.
     """
-    from fusedit.quality.output import check_output, write_comparisons
-
-    check_output(out)
     from fusedit.errors import ModelNotFoundError
     from fusedit.loading import embedded_models, load
     from fusedit.quality._compare import compare
+    from fusedit.quality.output import check_output, write_comparisons
+
+    check_output(out)
 
     names = list(embedded_models())
     if not names:

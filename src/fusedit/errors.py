@@ -6,12 +6,11 @@ FuseditError
 |   |-- PlanError                      unknown plan, rewrite, key or schema version
 |   |-- ModelNotFoundError             no embedded model, directory or hub id of that name
 |   |-- ArgumentError                  a size, step count, seed, guidance or prompt out of range
-|   |-- OutputError                    a place that cannot be written
+|   |-- OutputError                    a place that cannot be written, or a file there that is not from fusedit
 |   `-- MissingExtraError              an optional dependency is not installed
 |-- OpError (ValueError)               an op was given a tensor it cannot take; names the argument and its shape
 |-- NonFiniteError (ArithmeticError)   NaN or infinity in weights, latents or pixels; names the step and the rewrite
-|-- DeviceMemoryError (RuntimeError)   the device ran out of memory; the pipeline is left usable
-`-- RestoreError (RuntimeError)        restore() cannot give back the original; raised before anything is touched
+`-- DeviceMemoryError (RuntimeError)   the device ran out of memory; the pipeline is left usable
 
 Each message is one sentence that says what was wrong, with the value, and what to do about it.
 """
@@ -73,7 +72,3 @@ class NonFiniteError(FuseditError, ArithmeticError):
 
 class DeviceMemoryError(FuseditError, RuntimeError):
     """The device ran out of memory. The message says what would help; the pipeline stays usable."""
-
-
-class RestoreError(FuseditError, RuntimeError):
-    """The original cannot be given back. Raised before anything is touched."""

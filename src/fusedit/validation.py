@@ -16,7 +16,7 @@ from fusedit.errors import ArgumentError
 
 MULTIPLE: Final = 16  # VAE factor 8 times patch 2: a size between the multiples would be rounded by the pipeline
 MAX_SEED: Final = 2**63 - 1  # what torch.Generator.manual_seed takes without wrapping a negative number around
-MAX_STEPS: Final = 1000
+MAX_STEPS: Final = 1000  # the levels of noise that the models were trained on
 MAX_TEXT_TOKENS: Final = 512
 DTYPES: Final = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _HALF: Final = ("fp16", "float16", "half")

@@ -64,6 +64,12 @@ def flux_inputs(pipe: Any, batch: int = 1, text: int = 7, seed: int = 1) -> dict
     }
 
 
+def flux_guidance(pipe: Any) -> dict[str, Any]:
+    """Arguments of real classifier-free guidance against other random embeddings."""
+    negative = {f"negative_{name}": value for name, value in flux_inputs(pipe, seed=7).items()}
+    return {"true_cfg_scale": 2.0, **negative}
+
+
 def flux_call(pipe: Any, seed: int = 3, **changes: Any) -> torch.Tensor:
     """Latents [B, tokens, channels] of a few steps at 64x48."""
     arguments: dict[str, Any] = {

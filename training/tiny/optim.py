@@ -37,7 +37,6 @@ class MasterOptimizer:
         *,
         muon_lr: float = 0.0,
         adam_lr: float,
-        weight_decay: float = 0.0,
         average: float = 0.999,
         clip: float = 1.0,
         frozen: frozenset[str] = frozenset(),
@@ -57,7 +56,7 @@ class MasterOptimizer:
         device = self.masters[0].device
         self.rate = torch.zeros((), device=device)  # the schedule's factor, set before each step
         self.count = torch.zeros((), device=device)
-        self.muon_lr, self.adam_lr, self.weight_decay = muon_lr, adam_lr, weight_decay
+        self.muon_lr, self.adam_lr = muon_lr, adam_lr
         self.average, self.clip = average, clip
 
     @torch.no_grad()
@@ -88,8 +87,6 @@ class MasterOptimizer:
         torch._foreach_add_(denominator, 1e-8)
         update = torch._foreach_div(first, denominator)
         torch._foreach_mul_(update, self.adam_lr * self.rate / (1 - beta1**self.count))
-        if self.weight_decay:
-            torch._foreach_mul_(masters, 1 - self.adam_lr * self.weight_decay * self.rate)
         torch._foreach_sub_(masters, update)
 
     def _muon(self, members: list[int], grads: list[torch.Tensor], momentum: float = 0.95) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -26,7 +25,7 @@ class Task(ABC):
 
     name: str
     long_texts: tuple[int, ...]
-    frozen: Sequence[str] = ()  # prefixes of parameters that sampling never uses
+    frozen: tuple[str, ...] = ()  # prefixes of parameters that sampling never uses
 
     def __init__(self, modules: nn.ModuleDict, pack: pictures.Pack, latents: batches.Latents, args: argparse.Namespace):
         self.modules, self.latents, self.divisor = modules, latents, args.batch_divisor
@@ -90,7 +89,7 @@ def train(task_class: type[Task], doc: str | None) -> None:
     modules = models.make_modules(name).to(device, dtype)
     task = task_class(modules, pack, latents, args)
     print(f"data ready after {clock.seconds() - past['seconds']:.1f} s", flush=True)
-    frozen = frozenset(n for n, _ in modules.named_parameters() if n.startswith(tuple(task.frozen) or ("-",)))
+    frozen = frozenset(n for n, _ in modules.named_parameters() if n.startswith(task.frozen))
     optimizer = MasterOptimizer(
         modules, batches.muon_names(modules) - frozen, muon_lr=0.015, adam_lr=1.5e-3, frozen=frozen
     )

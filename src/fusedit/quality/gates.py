@@ -150,8 +150,12 @@ def _pairs(count: int) -> str:
 
 
 def _against_yardstick(pairs: Sequence[Measured]) -> Check:
-    known = [p for p in pairs if p.stock_fp32_db is not None and p.fused_fp32_db is not None]
-    stock, fused = ([getattr(p, name) for p in known] for name in ("stock_fp32_db", "fused_fp32_db"))
+    known = [
+        (pair.stock_fp32_db, pair.fused_fp32_db)
+        for pair in pairs
+        if pair.stock_fp32_db is not None and pair.fused_fp32_db is not None
+    ]
+    stock, fused = [a for a, _ in known], [b for _, b in known]
     ours, theirs, gain = statistics.median(fused), statistics.median(stock), statistics.median(gains(stock, fused))
     if math.isinf(ours):
         return Check(True, "identical to stock fp32")

@@ -42,7 +42,7 @@ _OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by parameter
 def remember(t: torch.Tensor) -> None:
     """Remember the storage of T, which it owns alone as far as one can see."""
     storage = t.untyped_storage()
-    former = _AT.get(storage._cdata)
+    former = _AT.get(storage._cdata)  # which may have gone on to follow another one: then its address was free again
     _OF[t] = former if former is not None and former.weak.cdata == storage._cdata else _Former(storage)
 
 

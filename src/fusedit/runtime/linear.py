@@ -123,23 +123,23 @@ class PackedLinear:
         if not (_adjacent(weights) and (biases[0] is None or _adjacent(biases))):
             if offloaded:
                 return "weights move between calls (offload), so they are not packed"
-            parts = [t for t in (*weights, *biases) if t is not None]
+            parts, homes = [t for t in (*weights, *biases) if t is not None], _homes(layers)
             if any(t.is_inference() for t in parts):
                 return "weights loaded under inference_mode cannot be packed"
             if any(t.is_shared() and t.device.type == "cpu" for t in parts):
                 return "weights lie in memory shared between processes"
             if len({t.data_ptr() for t in parts}) < len(parts):
                 return "two of the layers share a weight"
-            if not all(_sole_owner(t) or _storage(t) in _homes(layers) for t in parts):
+            if not all(_sole_owner(t) or _storage(t) in homes for t in parts):
                 return "a weight shares its storage with another tensor"
             try:
                 with torch.inference_mode(False):  # else the parameters would become inference tensors for good
                     packed = [_pack(weights), None if biases[0] is None else _pack(biases)]
             except torch.OutOfMemoryError:
                 return "out of memory while packing"
-            for part in parts:
-                if _storage(part) not in _homes(layers):
-                    former.remember(part)
+            for tensor in parts:
+                if _storage(tensor) not in homes:
+                    former.remember(tensor)
             for group, whole in zip((weights, biases), packed, strict=True):
                 if whole is not None:
                     for tensor, part in zip(group, torch.split(whole, [t.shape[0] for t in group]), strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import flux_call, flux_inputs, flux_pipe, lora_state, relative
+from support.pipes import flux_call, flux_guidance, flux_inputs, flux_pipe, lora_state, relative
 
 import fusedit
 from fusedit.models.flux import Flux
@@ -294,13 +294,7 @@ def test_stale_prompt_rope_or_weights_are_impossible() -> None:
 def test_true_guidance_keeps_two_conditionings_hoisted() -> None:
     pipe = flux_pipe()
     handle = fusedit.accelerate(pipe)
-    negative = flux_inputs(pipe, seed=7)
-    arguments = {
-        "true_cfg_scale": 2.0,
-        "negative_prompt_embeds": negative["prompt_embeds"],
-        "negative_pooled_prompt_embeds": negative["pooled_prompt_embeds"],
-        "num_inference_steps": 4,
-    }
+    arguments = {**flux_guidance(pipe), "num_inference_steps": 4}
     fused = flux_call(pipe, **arguments)
     with handle.paused():
         assert relative(fused, flux_call(pipe, **arguments)) < 2e-5

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxControlNetModel, FluxControlNetPipeline
-from support.pipes import flux_call, flux_inputs, flux_pipe, relative
+from support.pipes import flux_call, flux_guidance, flux_inputs, flux_pipe, relative
 
 import fusedit
 
@@ -55,12 +55,7 @@ def test_bat_08_embeddings_with_several_images_give_that_many_distinct_ones() ->
 def test_cfg_04_negative_embeddings_alone_switch_guidance_on() -> None:
     pipe = flux_pipe()
     handle = fusedit.accelerate(pipe)
-    negative = flux_inputs(pipe, seed=7)
-    arguments = {
-        "true_cfg_scale": 2.0,
-        "negative_prompt_embeds": negative["prompt_embeds"],
-        "negative_pooled_prompt_embeds": negative["pooled_prompt_embeds"],
-    }
+    arguments = flux_guidance(pipe)
     guided = flux_call(pipe, **arguments)
     assert relative(guided, flux_call(pipe)) > 1e-2
     with handle.paused():

@@ -51,6 +51,12 @@ def test_bad_size_text(text: str) -> None:
         validation.parse_size(text)
 
 
+def test_more_steps_than_levels_of_noise_are_refused() -> None:
+    assert validation.check_steps(1000) == 1000
+    with pytest.raises(ArgumentError, match="steps is 1001; give 1 to 1000"):
+        validation.check_steps(1001)
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", None, math.nan])
 def test_steps_and_counts_are_whole_and_positive(value: Any) -> None:
     with pytest.raises(ArgumentError):
