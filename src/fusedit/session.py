@@ -11,6 +11,7 @@ from torch import nn
 from fusedit.models import FusedModel
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
+from fusedit.runtime.hoist import Run
 from fusedit.runtime.inspect_module import inner_reason
 from fusedit.runtime.install import FusedForward, find, install, uninstall
 
@@ -52,7 +53,7 @@ class Session:
 
     def uninstall(self, pipe: Any) -> None:
         """Take this session out; the last one to leave puts the stock forward and the separate weights back."""
-        self.model.cache.clear()
+        self.model.forget()
         fused = self._forward or find(self.module)
         self._forward = None
         if fused is None:
@@ -70,7 +71,7 @@ class Session:
     def called_by_other(self, name: str) -> None:
         self.counters.all_fell_back(self._names(), f"called by a {name} that shares this module and is not accelerated")
 
-    def call(self, stock: Callable[..., Any], run: object | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, stock: Callable[..., Any], run: Run | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One forward: fused where it may, else stock with the reason counted."""
         if self.paused:
             return stock(*args, **kwargs)

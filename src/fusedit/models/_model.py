@@ -14,8 +14,11 @@ from torch import nn
 
 from fusedit.ops._op import Op
 from fusedit.plan import Plan
+from fusedit.report import CacheReport
 from fusedit.runtime.counters import Counters
+from fusedit.runtime.graphs import StepGraphs
 from fusedit.runtime.hoist import RunCache
+from fusedit.runtime.modulation import Modulation
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,18 @@ class FusedModel(ABC):
         self.plan = plan
         self.counters = counters
         self.cache = RunCache()
+        self.graphs = StepGraphs(counters, enabled=plan.cache["graphs"])
+        self.modulation = Modulation(self.cache, counters)
+
+    def forget(self) -> None:
+        """Let go of everything kept between calls."""
+        self.cache.clear()
+        self.graphs.clear()
+
+    def cache_reports(self) -> tuple[CacheReport, ...]:
+        """What the caches of this model did, for those that were asked at all."""
+        reports = (self.modulation.report(), self.graphs.report())
+        return tuple(report for report in reports if report.hits or report.misses or report.reasons)
 
     @classmethod
     def stock_class(cls) -> type[nn.Module]:

@@ -6,8 +6,8 @@ is filled up to its longest item; that filling is masked and has rotary frequenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -26,6 +26,15 @@ class Table:
     @property
     def length(self) -> int:
         return self.cos.shape[1]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.cos, self.sin) if self.mask is None else (self.cos, self.sin, self.mask)
+
+    def of(self, tensors: Iterator[torch.Tensor]) -> Table:
+        """The same with the next of these tensors in place of its own."""
+        cos, sin = next(tensors), next(tensors)
+        return Table(cos, sin, None if self.mask is None else next(tensors))
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,20 @@ class Layout:
     @property
     def one_size(self) -> bool:
         return len(set(self.grids)) == 1
+
+    @property
+    def key(self) -> Hashable:
+        """Everything but the tensors, some of which depend on these numbers only."""
+        return self.grids, self.patch, self.frames, self.caption_lengths, self.joint.mask is None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What a step reads: the tables of the images and of the joint sequence."""
+        return (*self.images.tensors, *self.joint.tensors)
+
+    def with_tensors(self, tensors: Iterator[torch.Tensor]) -> Layout:
+        """The same with the next of these tensors in place of `tensors`."""
+        return replace(self, images=self.images.of(tensors), joint=self.joint.of(tensors))
 
     @classmethod
     def of(

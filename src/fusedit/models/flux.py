@@ -3,14 +3,15 @@
 Text and image live in one sequence buffer, text first, so that joint attention and the single blocks need no
 concatenation: the streams of a double block are slices of it. Between two products there is one pass over the residual
 stream: gate, add, normalise, modulate. In a single block q, k, v and the MLP's input come from one product; attention
-writes over v and GELU over the MLP's input, which leaves the input of the closing product adjacent in memory.
+goes over v and GELU over the MLP's input, which leaves the input of the closing product adjacent in memory.
 
-What runs once a step for one row (timestep embedding, SiLU and modulation vectors) stays with the stock modules.
+A forward has two parts. What depends on the prompt, the positions and the time step alone comes from caches of the run
+(text projection, rotary tables, modulation). The rest, from the image tokens in to the image tokens out, is a function
+of tensors (`_step`) that can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from torch.nn import functional as F
 
 from fusedit import ops
 from fusedit.models._attention import attention_reason
+from fusedit.models._flux_parts import Residuals, Six, Vectors, scratch_part, width_of
 from fusedit.models._model import FusedModel, Rewrite
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.linear import PackedLinear, linear
 from fusedit.runtime.lora_scale import lora_scaled
+from fusedit.runtime.modulation import separate
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 # The attention inputs that follow the modulated norm of a stream: q, k, v products and the norms of q and k.
@@ -81,8 +84,11 @@ class Flux(FusedModel):
         Rewrite("flux.norm_modulate", "reordered", "LayerNorm and modulation in one pass"),
         Rewrite("flux.gated_residual", "reordered", "gate, residual, next LayerNorm and modulation in one pass"),
         Rewrite("flux.qk_norm_rope", "reordered", "RMSNorm and rotary embedding of q and k in place, in fp32"),
-        Rewrite("flux.gelu", "reordered", "GELU in place"),
+        Rewrite("flux.gelu", "reordered", "GELU in the product's epilogue (double blocks) or in place (single blocks)"),
         Rewrite("flux.attention", "reordered", "joint attention by the fastest library kernel, without concatenation"),
+        Rewrite(
+            "flux.modulation", "reordered", "modulation of all blocks in one launch, for many steps of a run at once"
+        ),
         Rewrite("flux.hoist", "bitwise", "rotary tables and the text projection once a run instead of once a step"),
     )
 
@@ -93,6 +99,8 @@ class Flux(FusedModel):
         self.gate_norm = self.site("flux.gated_residual", ops.gated_residual_layer_norm)
         self.rope = self.site("flux.qk_norm_rope", ops.qk_norm_rope)
         self.gelu = self.site("flux.gelu", ops.gelu_tanh)
+        self.copy_gelu = self.site("flux.gelu", ops.copy_gelu)
+        self.linear_gelu = self.site("flux.gelu", ops.linear_gelu)
         self.attention = self.site("flux.attention", ops.attention)
         stock: Any = module
         self.image_qkv = [self._packed(block.attn, _IMAGE) for block in stock.transformer_blocks]
@@ -156,16 +164,60 @@ class Flux(FusedModel):
                 lambda: m.context_embedder(encoder_hidden_states),
             )
             rotary = self.hoisted("flux.hoist", (txt_ids, img_ids), m.pos_embed, lambda: _rotary(m, txt_ids, img_ids))
-            temb = F.silu(self._condition(hidden_states.dtype, timestep, guidance, pooled_projections))
-            t, s = text.shape[1], text.shape[1] + hidden_states.shape[1]
-            h = text.new_empty(hidden_states.shape[0], s, text.shape[2])
-            h[:, :t] = text
-            linear(m.x_embedder, hidden_states, out=h[:, t:])
-            double = _Residuals(controlnet_block_samples, len(m.transformer_blocks), controlnet_blocks_repeat)
-            single = _Residuals(controlnet_single_block_samples, len(m.single_transformer_blocks), False)
-            n = self._blocks(h, temb, t, rotary, double, single)
-            y = linear(m.proj_out, n[:, t:])
+            mods = self._modulation(hidden_states, text.shape[1], timestep, guidance, pooled_projections)
+            double = Residuals(controlnet_block_samples, len(m.transformer_blocks), controlnet_blocks_repeat)
+            single = Residuals(controlnet_single_block_samples, len(m.single_transformer_blocks), False)
+
+            def step(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+                x, text, mods, cos, sin, *residuals = tensors
+                doubles, singles = double.of(residuals), single.of(residuals[double.count :])
+                return self._step(x, text, mods, (cos, sin), doubles, singles)
+
+            inputs = (hidden_states, text, mods, *rotary, *double.samples, *single.samples)
+            key = (double.count, single.count, controlnet_blocks_repeat)
+            refused = "weights move between calls (offload)" if offload_hook(m) else ""
+            y = self.graphs.run(key, m, inputs, step, refused)
         return Transformer2DModelOutput(sample=y) if return_dict else (y,)
+
+    def _modulation(
+        self,
+        x: torch.Tensor,
+        text: int,
+        timestep: torch.Tensor,
+        guidance: torch.Tensor | None,
+        pooled: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """All modulation vectors of this step, [B, N]; see `Vectors` for what lies where."""
+        m: Any = self.module
+        batch, dtype = x.shape[0], x.dtype
+        condition = F.silu(self._condition(dtype, timestep, guidance, pooled))
+        doubles, singles = list(m.transformer_blocks), list(m.single_transformer_blocks)
+        norms = [norm for block in doubles for norm in (block.norm1, block.norm1_context)]
+        norms += [block.norm for block in singles] + [m.norm_out]
+        layers = [norm.linear for norm in norms]
+        if not self.plan.enabled("flux.modulation"):
+            return separate(layers, condition)
+
+        def key(timestep: torch.Tensor) -> torch.Tensor:
+            numbers = [timestep.float()] if guidance is None else [timestep.float(), guidance.float()]
+            return torch.stack([number.expand(batch) for number in numbers], dim=-1)
+
+        def ahead(timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            coming = timesteps[:, None].expand(-1, batch).to(dtype) / 1000  # as every FLUX pipeline does
+            guides = None if guidance is None else guidance.expand(batch).repeat(len(coming))
+            pools = None if pooled is None else pooled.repeat(len(coming), 1)
+            return torch.stack(list(map(key, coming))), F.silu(self._condition(dtype, coming.flatten(), guides, pools))
+
+        return self.modulation(
+            "flux.modulation",
+            layers,
+            condition,
+            key(timestep),
+            ahead,
+            watched=() if pooled is None else (pooled,),
+            owner=nn.ModuleList([m.time_text_embed, *norms]),
+            tokens=batch * (text + x.shape[1]),
+        )
 
     def _condition(
         self, dtype: torch.dtype, timestep: torch.Tensor, guidance: torch.Tensor | None, pooled: torch.Tensor | None
@@ -176,34 +228,57 @@ class Flux(FusedModel):
             return embed(timestep, pooled)  # type: ignore[no-any-return]
         return embed(timestep, guidance.to(dtype) * 1000, pooled)  # type: ignore[no-any-return]
 
-    def _blocks(
-        self, h: torch.Tensor, temb: torch.Tensor, t: int, rotary: Pair, double: _Residuals, single: _Residuals
+    def _step(
+        self,
+        x: torch.Tensor,
+        text: torch.Tensor,
+        mods: torch.Tensor,
+        rotary: Pair,
+        double: Residuals,
+        single: Residuals,
     ) -> torch.Tensor:
-        """All blocks; h [B, T + I, C] is the residual stream and is overwritten. Returns the modulated final norm."""
+        """x [B, I, *] -> [B, I, *]; text [B, T, C], mods [B, N], rotary tables [1, T + I, D / 2]."""
+        m: Any = self.module
+        t, s, wide = text.shape[1], text.shape[1] + x.shape[1], text.shape[2]
+        # h is the residual stream. n holds in turn what a norm gives to a product and what the branch's last product
+        # gives back: each pass over h reads a row of the latter before it writes the former in its place.
+        h, n = text.new_empty(2, x.shape[0], s, wide)
+        h[:, :t] = text
+        linear(m.x_embedder, x, out=h[:, t:])
+        vectors = Vectors(mods, wide, len(m.transformer_blocks), len(m.single_transformer_blocks))
+        self._blocks(h, n, vectors, t, rotary, double, single)
+        return linear(m.proj_out, n[:, t:])
+
+    def _blocks(
+        self,
+        h: torch.Tensor,
+        n: torch.Tensor,
+        vectors: Vectors,
+        t: int,
+        rotary: Pair,
+        double: Residuals,
+        single: Residuals,
+    ) -> None:
+        """All blocks; h [B, T + I, C] is overwritten, n leaves with the modulated final norm."""
         m: Any = self.module
         offloaded = offload_hook(m)
-        # One buffer holds in turn what a norm gives to a product and what the branch's last product gives back: each
-        # pass over the residual stream reads a row of the latter before it writes the former in its place.
-        n = torch.empty_like(h)
         doubles, singles = list(m.transformer_blocks), list(m.single_transformer_blocks)
-        scale, shift = m.norm_out.linear(temb).chunk(2, dim=1)
-        final = (scale, shift)
-        entry = [(_six(block.norm1, temb), _six(block.norm1_context, temb)) for block in doubles]
-        joint = [_three(block.norm, temb) for block in singles]
+        entry, joint, final = vectors.double, vectors.single, vectors.final
         after = joint[0][:2] if joint else final  # the norm that follows the last double block, in both streams
         if entry:
             self.norm(h[:, t:], *entry[0][0][:2], out=n[:, t:])
             self.norm(h[:, :t], *entry[0][1][:2], out=n[:, :t])
         else:
             self.norm(h, *after, out=n)
+        # Every product of a block writes here: attention's inputs first, then the feed-forward layer's.
+        scratch = h.new_empty(h.shape[0] * h.shape[1], max([0, *map(width_of, doubles), *map(width_of, singles)]))
         for i, block in enumerate(doubles):
             last = i + 1 == len(doubles)
             following = (after, after) if last else (entry[i + 1][0][:2], entry[i + 1][1][:2])
-            self._double(i, block, h, n, t, rotary, entry[i], following, double.at(i), offloaded)
+            self._double(i, block, h, n, scratch, t, rotary, entry[i], following, double.at(i), offloaded)
         for i, block in enumerate(singles):
-            x = self.qkv_mlp[i](n, rotary, offloaded)
+            x = self.qkv_mlp[i](n, scratch, rotary, offloaded)
             linear(block.proj_out, x, out=n)
-            del x
             gate = joint[i][2]
             following_norm = joint[i + 1][:2] if i + 1 < len(singles) else final
             extra = single.at(i)
@@ -213,7 +288,6 @@ class Flux(FusedModel):
                 self.gate(h, n, gate, out=h)
                 h[:, t:] += extra
                 self.norm(h, *following_norm, out=n)
-        return n
 
     def _double(
         self,
@@ -221,9 +295,10 @@ class Flux(FusedModel):
         block: Any,
         h: torch.Tensor,
         n: torch.Tensor,
+        scratch: torch.Tensor,
         t: int,
         rotary: Pair,
-        mods: tuple[_Six, _Six],
+        mods: tuple[Six, Six],
         following: tuple[Pair, Pair],
         extra: torch.Tensor | None,
         offloaded: bool,
@@ -231,7 +306,7 @@ class Flux(FusedModel):
         """One double block: n holds its modulated input and leaves with the following block's; h is the residual."""
         attn = block.attn
         cos, sin = rotary
-        qkv = h.new_empty(*h.shape[:2], 3 * attn.inner_dim)
+        qkv = scratch_part(scratch, h.shape[0], h.shape[1], 3 * attn.inner_dim)
         self.image_qkv[i](n[:, t:], out=qkv[:, t:], offloaded=offloaded)
         self.text_qkv[i](n[:, :t], out=qkv[:, :t], offloaded=offloaded)
         qkv = qkv.view(*qkv.shape[:2], 3, -1, attn.head_dim)
@@ -241,7 +316,6 @@ class Flux(FusedModel):
         ):
             self.rope(part, norm_q.weight, norm_k.weight, *table, _eps(norm_q, h), out=(part[:, :, 0], part[:, :, 1]))
         a = self.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).flatten(2)
-        del qkv, part
         linear(attn.to_out[0], a[:, t:], out=n[:, t:])
         linear(attn.to_add_out, a[:, :t], out=n[:, :t])
         del a
@@ -252,15 +326,20 @@ class Flux(FusedModel):
             hp, np_ = h[:, rows], n[:, rows]
             _, _, gate_attention, scale, shift, gate_mlp = mod
             self.gate_norm(hp, np_, gate_attention, scale, shift, out=(hp, np_))
-            u = linear(ff.net[0].proj, np_)
-            linear(ff.net[2], self.gelu(u, out=u), out=np_)
-            del u
+            linear(ff.net[2], self._activated(ff.net[0].proj, np_, scratch), out=np_)
             if added is None:
                 self.gate_norm(hp, np_, gate_mlp, *then, out=(hp, np_))
             else:
                 self.gate(hp, np_, gate_mlp, out=hp)
                 hp += added
                 self.norm(hp, *then, out=np_)
+
+    def _activated(self, layer: Any, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """gelu(layer(x)), in scratch; x [B, S, K]."""
+        u = scratch_part(scratch, x.shape[0], x.shape[1], layer.out_features)
+        if type(layer) is nn.Linear and layer.bias is not None:
+            return self.linear_gelu(x, layer.weight, layer.bias, out=u)  # type: ignore[no-any-return]
+        return self.gelu(linear(layer, x, out=u), out=u)  # type: ignore[no-any-return]
 
     @staticmethod
     def tiny(**changes: Any) -> nn.Module:
@@ -281,9 +360,6 @@ class Flux(FusedModel):
         return module.eval()  # type: ignore[no-any-return]
 
 
-_Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
 class _SingleInput:
     """q, k, v and the MLP input of a single block as one product, and what follows up to the closing product."""
 
@@ -292,17 +368,17 @@ class _SingleInput:
         # proj_mlp sits on the block and to_q on its attention, so the group reads them through one view of both.
         self.product = model._packed(_View(block), (*_IMAGE, "proj_mlp"))
 
-    def __call__(self, n: torch.Tensor, rotary: Pair, offloaded: bool) -> torch.Tensor:
-        """n [B, S, C] -> [attention | GELU(mlp)] [B, S, C + M], a strided view into the product's own output."""
+    def __call__(self, n: torch.Tensor, scratch: torch.Tensor, rotary: Pair, offloaded: bool) -> torch.Tensor:
+        """n [B, S, C] -> [attention | GELU(mlp)] [B, S, C + M], a strided view into the product's output in scratch."""
         attn = self.block.attn
         wide = attn.inner_dim
-        x = self.product(n, offloaded=offloaded)
+        x = scratch_part(scratch, n.shape[0], n.shape[1], width_of(self.block))
+        self.product(n, out=x, offloaded=offloaded)
         qkv = x[..., : 3 * wide].view(*x.shape[:2], 3, -1, attn.head_dim)
         q, k, v = qkv.unbind(2)
         self.model.rope(qkv, attn.norm_q.weight, attn.norm_k.weight, *rotary, _eps(attn.norm_q, n), out=(q, k))
-        x[..., 2 * wide : 3 * wide] = self.model.attention(q, k, v).flatten(2)
-        mlp = x[..., 3 * wide :]
-        self.model.gelu(mlp, out=mlp)
+        a, mlp = self.model.attention(q, k, v).flatten(2), x[..., 3 * wide :]
+        self.model.copy_gelu(a, mlp, out=(x[..., 2 * wide : 3 * wide], mlp))
         return x[..., 2 * wide :]
 
 
@@ -316,37 +392,12 @@ class _View:
         return self._block.proj_mlp if name == "proj_mlp" else getattr(self._block.attn, name)
 
 
-class _Residuals:
-    """ControlNet residuals of one kind of block, by stock's interval rule."""
-
-    def __init__(self, samples: Any, blocks: int, repeat: bool) -> None:
-        self.samples, self.repeat = samples, repeat
-        self.interval = 1 if samples is None else math.ceil(blocks / len(samples))
-
-    def at(self, i: int) -> torch.Tensor | None:
-        if self.samples is None:
-            return None
-        sample: torch.Tensor = self.samples[i % len(self.samples) if self.repeat else i // self.interval]
-        return sample
-
-
 def _argument(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
 
 
 def _eps(norm: Any, x: torch.Tensor) -> float:
     return torch.finfo(x.dtype).eps if norm.eps is None else float(norm.eps)
-
-
-def _six(norm: Any, temb: torch.Tensor) -> _Six:
-    """scale, shift, gate of the attention half, then scale, shift, gate of the MLP half, each [B, C]."""
-    shift1, scale1, gate1, shift2, scale2, gate2 = norm.linear(temb).chunk(6, dim=1)
-    return scale1, shift1, gate1, scale2, shift2, gate2
-
-
-def _three(norm: Any, temb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shift, scale, gate = norm.linear(temb).chunk(3, dim=1)
-    return scale, shift, gate
 
 
 def _rotary(m: Any, txt_ids: torch.Tensor, img_ids: torch.Tensor) -> Pair:

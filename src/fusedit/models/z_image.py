@@ -3,7 +3,8 @@
 Images and captions live in one buffer, image first, so that the joint layers need no concatenation: where all images
 have the same padded length, patches are embedded, and the image refiner works, right inside it. Between two products
 there is one pass over the residual stream: norm of the branch, tanh gate, add, next norm and its scale. What does not
-depend on the time step (caption embedding and refiner, rotary tables, masks) is computed once a run.
+depend on the time step (caption embedding and refiner, rotary tables, masks) is computed once a run, modulation for
+many steps of a run at once. The rest is a function of tensors that can be captured in a CUDA graph.
 
 Letters: B items, X image and T caption tokens (padded as stock does), S = X + T, C channels, H heads, D head size.
 """
@@ -25,12 +26,14 @@ from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.linear import PackedLinear, linear
 from fusedit.runtime.lora_scale import lora_scaled
+from fusedit.runtime.modulation import separate
 
 _QKV: Final = ("to_q", "to_k", "to_v")
 _NOTHING: Final = nn.Module()
 # The norm after a residual: weight [C] and scale [B, C] (None in the caption's refiner).
 _Norm = tuple[torch.Tensor, torch.Tensor | None]
 _Following = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+# scale and gate of attention, then scale and gate of the feed-forward layer, each [B, C].
 _Mods = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -61,6 +64,9 @@ class ZImage(FusedModel):
         Rewrite("z_image.swiglu", "reordered", "gated product on the halves of the packed product, in place"),
         Rewrite("z_image.attention", "reordered", "attention by the fastest library kernel"),
         Rewrite("z_image.image_rows", "reordered", "the last layer without the caption rows that nothing reads"),
+        Rewrite(
+            "z_image.modulation", "reordered", "modulation of all blocks in one launch, for many steps of a run at once"
+        ),
         Rewrite("z_image.hoist", "bitwise", "caption refiner, rotary tables and masks once a run, not once a step"),
     )
 
@@ -148,13 +154,57 @@ class ZImage(FusedModel):
         with lora_scaled(m, joint_attention_kwargs):
             layout = self._layout(x, cap_feats, patch_size, f_patch_size)
             captions = self._captions(cap_feats, layout)
-            temb = m.t_embedder(t * m.t_scale).type_as(x[0])
-            if temb.shape[0] != len(x):
-                temb = temb.expand(len(x), -1)
-            n = self._joint(x, captions, temb, layout, m.all_x_embedder[key], controlnet_block_samples or {})
-            n = self.final_norm(n, final.adaLN_modulation(temb), None, final.norm_final.eps)
-            sample = unpatched(linear(final.linear, n), layout, m.out_channels)
+            mods, scale = self._modulation(x, t, final, len(x) * layout.joint.length)
+            residuals = controlnet_block_samples or {}
+
+            def step(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+                rest = iter(tensors)
+                images = [next(rest) for _ in x]
+                captions, mods, scale = next(rest), next(rest), next(rest)
+                where = layout.with_tensors(rest)
+                n = self._joint(images, captions, mods, where, m.all_x_embedder[key], dict(zip(residuals, rest)))  # noqa: B905
+                n = self.final_norm(n, scale, None, final.norm_final.eps)
+                return linear(final.linear, n)
+
+            inputs = (*x, captions, mods, scale, *layout.tensors, *residuals.values())
+            refused = "weights move between calls (offload)" if offload_hook(m) else ""
+            tokens = self.graphs.run((layout.key, tuple(residuals)), m, inputs, step, refused)
+            sample = unpatched(tokens, layout, m.out_channels)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+    def _modulation(
+        self, x: Sequence[torch.Tensor], t: torch.Tensor, final: Any, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Modulation of all blocks [B, 4 C a block] and the scale of the final norm [B, C]."""
+        m: Any = self.module
+
+        def condition(t: torch.Tensor) -> torch.Tensor:
+            return m.t_embedder(t * m.t_scale).type_as(x[0])  # type: ignore[no-any-return]
+
+        temb = condition(t)
+        if temb.shape[0] != len(x):
+            temb = temb.expand(len(x), -1)
+        scale = final.adaLN_modulation(temb)
+        adaptive = [block.adaLN_modulation for block in (*m.noise_refiner, *m.layers)]
+        layers = [modulation[0] for modulation in adaptive]
+        if not layers or not self.plan.enabled("z_image.modulation"):
+            return separate(layers, temb) if layers else temb, scale
+
+        def ahead(timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            coming = ((1000 - timesteps) / 1000)[:, None].expand(-1, len(x))  # as every Z-Image pipeline does
+            return coming.float()[..., None], condition(coming.flatten())
+
+        mods = self.modulation(
+            "z_image.modulation",
+            layers,
+            temb,
+            t.float().expand(len(x))[:, None],
+            ahead,
+            watched=(),
+            owner=nn.ModuleList([m.t_embedder, *adaptive]),
+            tokens=tokens,
+        )
+        return mods, scale
 
     def _layout(self, x: Sequence[torch.Tensor], cap_feats: Sequence[torch.Tensor], patch: int, frames: int) -> Layout:
         """Lengths, rotary tables and masks of this call: kept for the run, one for each set of sizes in it."""
@@ -197,19 +247,21 @@ class ZImage(FusedModel):
         self,
         x: Sequence[torch.Tensor],
         captions: torch.Tensor,
-        temb: torch.Tensor,
+        vectors: torch.Tensor,
         layout: Layout,
         embedder: Any,
         residuals: dict[int, torch.Tensor],
     ) -> torch.Tensor:
-        """Everything between the embedding of the patches and the final layer: the image rows [B, X, C] after it."""
+        """Everything between the patches and the final layer: the image rows [B, X, C] after it."""
         m: Any = self.module
         wide, long = layout.images.length, layout.joint.length
         h = captions.new_empty(len(x), long, m.dim)
         image = h[:, :wide] if layout.uniform else captions.new_empty(len(x), wide, m.dim)
         self._embed(x, image, layout, embedder)
-        refine = [_mods(block, temb) for block in m.noise_refiner]
-        mods = [_mods(block, temb) for block in m.layers]
+        count = len(m.noise_refiner)
+        blocks = torch.split(vectors, 4 * m.dim, dim=1)[: count + len(m.layers)]
+        split: list[_Mods] = [block.chunk(4, dim=1) for block in blocks]  # type: ignore[misc]
+        refine, mods = split[:count], split[count:]
         n = torch.empty_like(h)
         then = (*_first(m.layers, mods), n[:, :wide]) if layout.uniform and mods else None
         if refine:
@@ -329,12 +381,6 @@ class _Block:
 
 
 _NO_MODS: Final[_Mods] = (None, None, None, None)
-
-
-def _mods(block: Any, temb: torch.Tensor) -> _Mods:
-    """scale and gate of attention, then scale and gate of the feed-forward layer, each [B, C]."""
-    a, b, c, d = linear(block.adaLN_modulation[0], temb).chunk(4, dim=1)
-    return a, b, c, d
 
 
 def _first(blocks: Any, mods: list[_Mods] | None) -> _Norm:

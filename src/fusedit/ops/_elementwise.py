@@ -63,11 +63,17 @@ def plan(vec: int, folded: torch.Size, channels: int, parameters: _rows.Launch) 
 
 @kernel
 def tile(
-    S: tl.tensor, C: tl.tensor, parts: tl.tensor, BLOCK: tl.constexpr, ROWS: tl.constexpr, VEC: tl.constexpr
+    S: tl.tensor,
+    C: tl.tensor,
+    part: tl.tensor,
+    parts: tl.tensor,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    VEC: tl.constexpr,
 ) -> tl.tensor:
-    """This program's rows, first column (int64), columns and mask of [S, C]; C comes in units of VEC."""
+    """This program's rows, first column (int64), columns and mask of part PART of [S, C]; C in units of VEC."""
     rows = tl.program_id(0) // parts * ROWS + tl.arange(0, ROWS)
-    start = (tl.program_id(0) % parts).to(tl.int64) * BLOCK
+    start = part.to(tl.int64) * BLOCK
     cols = tl.arange(0, BLOCK)
     mask = (rows < S)[:, None] & (cols.to(tl.int64) < C.to(tl.int64) * VEC - start)[None, :]
     return rows, start, cols, mask

@@ -28,6 +28,7 @@ _LIBRARY: Final = torch.library.Library("fusedit", "FRAGMENT")  # type: ignore[n
 _SCHEMA: Final[Mapping[Any, str]] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
+    list[Tensor]: "Tensor[]",
     float: "float",
     float | None: "float?",
     int: "int",

@@ -40,7 +40,7 @@ def verify(op: Op[..., Any], case: Case, dtype: torch.dtype, device: str | torch
     onto an input, where the case has an `alias`.
     """
     args, kwargs = case.build(dtype, device)
-    truths = _list(op.reference(*map(_double, args), **kwargs))
+    truths = _list(op.reference(*map(double, args), **kwargs))
     plains = [error(y, truth) for y, truth in zip(_list(op.plain(*args, **kwargs)), truths, strict=True)]
     wrong = []
     for way, results in _ways(op, case, dtype, device, args, kwargs, truths):
@@ -97,7 +97,10 @@ def _whole(t: Tensor) -> Tensor:
     return t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
 
 
-def _double(value: Any) -> Any:
+def double(value: Any) -> Any:
+    """The same arguments in fp64."""
+    if isinstance(value, list):
+        return [double(item) for item in value]
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 

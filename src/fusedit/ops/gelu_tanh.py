@@ -48,6 +48,11 @@ def cost(x: Tensor) -> Cost:
 
 
 @kernel
+def gelu(x: tl.tensor) -> tl.tensor:
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@kernel
 def _kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -63,10 +68,10 @@ def _kernel(
     VEC: tl.constexpr,
 ) -> None:
     b = tl.program_id(1).to(tl.int64)
-    rows, start, cols, mask = tile(S, C, parts, BLOCK, ROWS, VEC)
+    rows, start, cols, mask = tile(S, C, tl.program_id(0) % parts, parts, BLOCK, ROWS, VEC)
     x = tl.load(places(x_ptr, b, rows, start, cols, x_batch, x_row, VEC), mask=mask, other=0.0).to(tl.float32)
-    y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    tl.store(places(out_ptr, b, rows, start, cols, out_batch, out_row, VEC), y.to(out_ptr.dtype.element_ty), mask=mask)
+    y = gelu(x).to(out_ptr.dtype.element_ty)
+    tl.store(places(out_ptr, b, rows, start, cols, out_batch, out_row, VEC), y, mask=mask)
 
 
 def builds() -> list[Build]:

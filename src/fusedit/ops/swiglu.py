@@ -69,7 +69,7 @@ def _kernel(
     VEC: tl.constexpr,
 ) -> None:
     item = tl.program_id(1).to(tl.int64)
-    rows, start, cols, mask = tile(S, C, parts, BLOCK, ROWS, VEC)
+    rows, start, cols, mask = tile(S, C, tl.program_id(0) % parts, parts, BLOCK, ROWS, VEC)
     a = tl.load(places(a_ptr, item, rows, start, cols, a_batch, a_row, VEC), mask=mask, other=0.0).to(tl.float32)
     b = tl.load(places(b_ptr, item, rows, start, cols, b_batch, b_row, VEC), mask=mask, other=0.0).to(tl.float32)
     y = (a * tl.sigmoid(a) * b).to(out_ptr.dtype.element_ty)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class Counters:
@@ -27,3 +28,21 @@ class Counters:
     def event(self, what: str) -> None:
         """Something a report should mention with its count, for example a repacking."""
         self.events[what] += 1
+
+    @contextmanager
+    def apart(self) -> Iterator[Counters]:
+        """What is counted inside the block goes to the Counters that it yields, not here."""
+        other = Counters()
+        mine = self.fused, self.stock, self.events
+        self.fused, self.stock, self.events = other.fused, other.stock, other.events
+        try:
+            yield other
+        finally:
+            self.fused, self.stock, self.events = mine
+
+    def add(self, other: Counters) -> None:
+        """Count what OTHER has counted once more."""
+        self.fused.update(other.fused)
+        for rewrite, reasons in other.stock.items():
+            self.stock[rewrite].update(reasons)
+        self.events.update(other.events)

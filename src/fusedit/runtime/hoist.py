@@ -7,9 +7,9 @@ identity cannot be reused by another tensor. Tensors without a version counter (
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -18,9 +18,22 @@ from torch import nn
 CAPACITY: Final = 8
 
 
+class Run(NamedTuple):
+    """One run of a pipeline's scheduler.
+
+    Attributes:
+        timesteps: the scheduler's own tensor, which `set_timesteps` replaces: its identity is the run's.
+        step: index of the step that comes next, as far as the scheduler knows. A guess: nothing may rely on it.
+    """
+
+    timesteps: torch.Tensor
+    step: int
+
+
 @dataclass(frozen=True)
 class _Entry:
     kind: object
+    key: Hashable
     inputs: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
     weights: tuple[torch.Tensor, ...]
@@ -44,29 +57,47 @@ def _watchable(owner: nn.Module) -> tuple[torch.Tensor, ...] | None:
 class RunCache:
     """The hoisted values of one module.
 
-    A run is identified by an object that its pipeline makes anew each time (the scheduler's `timesteps`, which
-    `set_timesteps` replaces). `begin` is called before each forward; with None nothing is kept.
+    `begin` is called before each forward; with None nothing is kept.
     """
 
     def __init__(self) -> None:
-        self._run: object | None = None
+        self.run: Run | None = None
         self._entries: list[_Entry] = []
 
-    def begin(self, run: object | None) -> None:
+    def begin(self, run: Run | None) -> None:
         """Say which run the next forward belongs to; another run, or none, drops everything."""
-        if run is None or run is not self._run:
+        if run is None or self.run is None or run.timesteps is not self.run.timesteps:
             self._entries.clear()
-        self._run = run
+        self.run = run
 
     def clear(self) -> None:
         self.begin(None)
 
+    def drop(self, value: object) -> None:
+        """Let go of one value before its run ends."""
+        self._entries = [entry for entry in self._entries if entry.value is not value]
+
+    def values(self) -> list[Any]:
+        """What is kept now."""
+        return [entry.value for entry in self._entries]
+
+    def keeps(self, inputs: tuple[torch.Tensor, ...], owner: nn.Module) -> bool:
+        """Whether a value of these inputs and the parameters of `owner` would be kept."""
+        return self._weights(inputs, owner) is not None
+
     def get(
-        self, compute: Callable[[], Any], inputs: tuple[torch.Tensor, ...], owner: nn.Module
+        self,
+        compute: Callable[[], Any],
+        inputs: tuple[torch.Tensor, ...],
+        owner: nn.Module,
+        key: Hashable = None,
     ) -> tuple[Any, bool | None]:
-        """The value, and whether it was kept from an earlier step (None: this call could not be watched)."""
+        """The value, and whether it was kept from an earlier step (None: this call could not be watched).
+
+        `key` is what else the value depends on, compared for equality.
+        """
         kind = getattr(compute, "__code__", compute)  # which expression of the source this is
-        weights = None if self._run is None or any(t.is_inference() for t in inputs) else _watchable(owner)
+        weights = self._weights(inputs, owner)
         if weights is None:
             return compute(), None
         versions = tuple(t._version for t in inputs)
@@ -74,6 +105,7 @@ class RunCache:
         for entry in self._entries:
             if (
                 entry.kind is kind
+                and entry.key == key
                 and len(entry.inputs) == len(inputs)
                 and all(a is b for a, b in zip(entry.inputs, inputs, strict=True))
                 and entry.versions == versions
@@ -84,5 +116,10 @@ class RunCache:
                 return entry.value, True
         value = compute()
         del self._entries[: max(0, len(self._entries) - CAPACITY + 1)]
-        self._entries.append(_Entry(kind, inputs, versions, weights, stamps, value))
+        self._entries.append(_Entry(kind, key, inputs, versions, weights, stamps, value))
         return value, False
+
+    def _weights(self, inputs: tuple[torch.Tensor, ...], owner: nn.Module) -> tuple[torch.Tensor, ...] | None:
+        if self.run is None or any(t.is_inference() for t in inputs):
+            return None
+        return _watchable(owner)

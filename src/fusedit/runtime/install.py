@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
+from fusedit.runtime.hoist import Run
+
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
@@ -25,7 +27,7 @@ class Session(Protocol):
     """What one pipeline wants of one module; see fusedit.session."""
 
     def call(
-        self, stock: Callable[..., Any], run: object | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, stock: Callable[..., Any], run: Run | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any: ...
 
     def called_by_other(self, name: str) -> None: ...
@@ -48,6 +50,17 @@ def calling_pipeline() -> DiffusionPipeline | None:
                 return caller
         frame = frame.f_back
     return None
+
+
+def _run_of(pipe: DiffusionPipeline) -> Run | None:
+    scheduler: Any = getattr(pipe, "scheduler", None)
+    timesteps = getattr(scheduler, "timesteps", None)
+    if not isinstance(timesteps, torch.Tensor):
+        return None
+    step = getattr(scheduler, "step_index", None)  # None before the first step of a run
+    if step is None:
+        step = getattr(scheduler, "begin_index", None)
+    return Run(timesteps, step if isinstance(step, int) else 0)
 
 
 def _stock_forward(module: nn.Module) -> MethodType:
@@ -76,10 +89,10 @@ class FusedForward:
         caller = calling_pipeline()
         if caller is None:  # called directly: the pipeline accelerated last
             session: Session | None = list(self.sessions.values())[-1]
-            run = None
+            run: Run | None = None
         else:
             session = self.sessions.get(caller)
-            run = getattr(getattr(caller, "scheduler", None), "timesteps", None)
+            run = _run_of(caller)
         if session is None:
             for other in self.sessions.values():
                 other.called_by_other(type(caller).__name__)

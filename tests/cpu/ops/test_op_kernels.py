@@ -26,7 +26,7 @@ def test_interpreter_agrees_with_the_reference(interpreted: dict[str, Any], whic
     assert result["wrong"] == []
     if "empty" in which:
         assert result["ran"] == {}, "an empty input launched something"
-    elif not which.startswith("attention/"):
+    elif not which.startswith(("attention/", "linear_gelu/")):  # a library's kernels
         assert set(result["ran"]) == {"triton"}
 
 

@@ -38,7 +38,7 @@ def as_list(value: Any) -> list[torch.Tensor]:
 
 def test_registry_is_the_folder() -> None:
     assert sorted(f.stem for f in FOLDER.glob("[a-z]*.py")) == NAMES
-    assert len(NAMES) == 11
+    assert len(NAMES) == 14
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -216,7 +216,7 @@ def test_fake_tensors_have_the_right_shapes(name: str) -> None:
     args, kwargs = first_case(name)
     expected = as_list(REGISTRY[name](*args, **kwargs))
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(a) if torch.is_tensor(a) else a for a in args]
+        fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
         made = as_list(REGISTRY[name](*fakes, **kwargs))
     again = as_list(REGISTRY[name](*fakes, **kwargs))  # without the mode: the tensors are fake all the same
     assert all(isinstance(t, FakeTensor) for t in (*made, *again))
@@ -240,7 +240,7 @@ def test_export(name: str) -> None:
 
 X, V = torch.randn(2, 3, 16), torch.randn(2, 16)
 QKV, COS = torch.randn(2, 3, 3, 2, 8), torch.randn(1, 3, 4)
-IMAGE = torch.randn(1, 8, 4, 4)
+IMAGE, SQUARE = torch.randn(1, 8, 4, 4), torch.randn(16, 16)
 BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("layer_norm_modulate", (X[0], V, V), {}, r"x must be \[B, S, C\], not float32\[3, 16\] on cpu"),
     ("layer_norm_modulate", (X, V[:, :8], V), {}, r"scale must be \[B, C\] = \[2, 16\], .* not float32\[2, 8\] on cpu"),
@@ -271,6 +271,16 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("swiglu", (X, X[..., :8]), {}, r"b must be float32\[2, 3, 16\]"),
     ("group_norm_silu", (IMAGE, V[0, :8], V[0, :8], 3), {}, r"groups must divide the channels .* not 3"),
     ("group_norm_silu", (IMAGE[0], V[0, :8], V[0, :8], 2), {}, r"x must be \[N, C, H, W\]"),
+    ("copy_gelu", (X, X[:, :2]), {}, r"u must have the rows, dtype and device of a"),
+    ("copy_gelu", (X, X[..., :0]), {}, r"a and u must both have columns, not 16 and 0"),
+    ("linear_gelu", (X, V[:, :8], V[:, 0]), {}, r"weight must be float32\[2, 16\]"),
+    ("linear_gelu", (X, V, V[0]), {}, r"bias must be float32\[2\]"),
+    ("linear_gelu", (V, SQUARE, SQUARE[0]), {"out": V}, r"partly overlaps an input"),
+    ("grouped_linear", (V, [], []), {}, r"as many weights as biases and at least one, not 0 and 0"),
+    ("grouped_linear", (V, [V, V[:, :8]], [V[:, 0]] * 2), {}, r"biases\[0\] and its weight|must be contiguous|weights"),
+    ("grouped_linear", (V, [V], [V[0]]), {}, r"biases\[0\] must be float32\[2\]"),
+    ("grouped_linear", (V, [V], [V[:, 0].clone()], V), {}, r"key, keys and table are given together"),
+    ("grouped_linear", (V, [V], [V[:, 0].clone()], V, V, V), {}, r"keys must be float32\[2, 2, 16\]"),
     ("attention", (X[..., None], X[..., None][:1], X[..., None]), {}, r"k must be float32\[2, 3, 16, 1\]"),
     ("attention", (QKV[:, :, 0], QKV[:, :, 1], QKV[:, :2, 2]), {}, r"v must be"),
     ("attention", (QKV[:, :, 0], QKV[:, :, 1], QKV[:, :, 2], COS[0, :, :2]), {}, r"key_mask must be bool"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fusedit import ops
 from fusedit.ops._cases import Case
 from fusedit.ops._op import Op
-from fusedit.ops._verify import error, verify
+from fusedit.ops._verify import double, error, verify
 
 
 def small() -> Iterator[object]:
@@ -60,6 +60,14 @@ def stock(name: str, a: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return rope(rms(a[0][:, :, 0], a[1], 1e-6), *a[3:5]), rope(rms(a[0][:, :, 1], a[2], 1e-6), *a[3:5])
     if name == "gelu_tanh":
         return (F.gelu(a[0], approximate="tanh"),)
+    if name == "copy_gelu":
+        return a[0], F.gelu(a[1], approximate="tanh")
+    if name == "linear_gelu":
+        return (F.gelu(F.linear(*a), approximate="tanh"),)
+    if name == "grouped_linear":
+        weights, biases = a[1], a[2]
+        y = torch.cat([F.linear(a[0], w, b) for w, b in zip(weights, biases, strict=True)], dim=1)
+        return y, torch.zeros(len(y))
     if name == "swiglu":
         return (F.silu(a[0]) * a[1],)
     if name == "group_norm_silu":
@@ -76,7 +84,7 @@ def test_at_least_as_accurate_as_stock(name: str, dtype: torch.dtype) -> None:
     ours, theirs = [], []
     for seed in range(20):
         args, kwargs = case.build(dtype, seed=seed)
-        truth = op.reference(*(a.double() if torch.is_tensor(a) else a for a in args), **kwargs)
+        truth = op.reference(*map(double, args), **kwargs)
         truths = [truth] if torch.is_tensor(truth) else list(truth)
         made = op.plain(*args, **kwargs)
         made = [made] if torch.is_tensor(made) else list(made)

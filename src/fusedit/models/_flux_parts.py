@@ -1,0 +1,70 @@
+"""Parts of FLUX's fused forward: where its modulation vectors, ControlNet residuals and scratch memory lie."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Residuals:
+    """ControlNet residuals of one kind of block, by stock's interval rule."""
+
+    def __init__(self, samples: Any, blocks: int, repeat: bool) -> None:
+        self.samples, self.blocks, self.repeat = tuple(samples or ()), blocks, repeat
+        self.count = len(self.samples)
+
+    def of(self, tensors: list[torch.Tensor]) -> Residuals:
+        """The same with the first of these tensors in place of the samples."""
+        return Residuals(tensors[: self.count], self.blocks, self.repeat)
+
+    def at(self, i: int) -> torch.Tensor | None:
+        if not self.samples:
+            return None
+        place = i % self.count if self.repeat else i // math.ceil(self.blocks / self.count)
+        sample: torch.Tensor = self.samples[place]
+        return sample
+
+
+class Vectors:
+    """What lies where in a row of modulation vectors [B, N]: two streams of each double block, single blocks, the end.
+
+    Attributes:
+        double: for each double block, the six vectors of the image stream and of the text stream.
+        single: for each single block, scale, shift and gate.
+        final: scale and shift of the last norm.
+    """
+
+    def __init__(self, mods: torch.Tensor, wide: int, doubles: int, singles: int) -> None:
+        rows = torch.split(mods, [6 * wide] * 2 * doubles + [3 * wide] * singles + [2 * wide], dim=1)
+        streams = list(map(_six, rows[: 2 * doubles]))
+        self.double = list(zip(streams[::2], streams[1::2], strict=True))
+        self.single = list(map(_three, rows[2 * doubles : -1]))
+        scale, shift = rows[-1].chunk(2, dim=1)
+        self.final = (scale, shift)
+
+
+def _six(row: torch.Tensor) -> Six:
+    """scale, shift, gate of the attention half, then scale, shift, gate of the MLP half, each [B, C]."""
+    shift1, scale1, gate1, shift2, scale2, gate2 = row.chunk(6, dim=1)
+    return scale1, shift1, gate1, scale2, shift2, gate2
+
+
+def _three(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shift, scale, gate = row.chunk(3, dim=1)
+    return scale, shift, gate
+
+
+def width_of(block: Any) -> int:
+    """Numbers a token that the products of a block need at once."""
+    inner, ff = block.attn.inner_dim, getattr(block, "ff", None)
+    width: int = 3 * inner + block.mlp_hidden_dim if ff is None else max(3 * inner, ff.net[0].proj.out_features)
+    return width
+
+
+def scratch_part(scratch: torch.Tensor, batch: int, length: int, width: int) -> torch.Tensor:
+    """The first numbers of scratch as a dense [B, S, width]."""
+    return scratch.view(-1)[: batch * length * width].view(batch, length, width)

@@ -1,0 +1,250 @@
+"""StepGraphs: CUDA graphs of a whole denoising step, for sizes where the host is slower than the GPU.
+
+A graph holds addresses: of its own inputs, into which every call's tensors are copied, and of the weights. So a graph
+is replayed only for the very shapes, settings and weight addresses it was captured with (`state_of`); anything else
+runs eagerly. Its output is copied out before anyone sees it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from fusedit.report import CacheReport
+from fusedit.runtime.counters import Counters
+
+CAPACITY: Final = 4
+HOST_SHARE: Final = 0.8
+"""A step is host-bound where launching it takes more than this share of its time on the GPU."""
+
+Tensors = tuple[torch.Tensor, ...]
+Body = Callable[[Tensors], torch.Tensor]
+
+
+def state_of(module: nn.Module) -> Hashable:
+    """What a graph of this module takes for granted: where its weights lie, and every setting of its LoRA layers.
+
+    Values may change in place: a graph reads them from memory at each replay.
+    """
+    addresses: list[int] = []
+    settings: list[Hashable] = []
+    stack = [module]
+    while stack:
+        child = stack.pop()
+        space = child.__dict__
+        addresses += [
+            t.data_ptr() for kind in ("_parameters", "_buffers") for t in space[kind].values() if t is not None
+        ]
+        if type(child).__module__.startswith("peft."):
+            settings.append(_adapter_state(space))
+        stack += [c for c in space["_modules"].values() if c is not None]
+    flags: Any = torch.backends.cuda
+    backends = (
+        flags.cudnn_sdp_enabled(),
+        flags.flash_sdp_enabled(),
+        flags.mem_efficient_sdp_enabled(),
+        flags.matmul.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return tuple(addresses), tuple(settings), backends
+
+
+def _adapter_state(space: dict[str, Any]) -> Hashable:
+    names = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters", "use_dora", "lora_variant")
+    return tuple((name, repr(space[name])) for name in names if name in space)
+
+
+@dataclass
+class _Shape:
+    """One combination of shapes and settings: how often it ran eagerly, and what was found."""
+
+    calls: int = 0
+    reason: str = ""  # why it is not captured, once that is known
+    graph: _Graph | None = None
+
+
+@dataclass
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    inputs: Tensors
+    output: torch.Tensor
+    counted: Counters
+    finished: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    def replay(self, inputs: Tensors) -> torch.Tensor:
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self.finished)  # another stream may still be reading what is overwritten here
+        for kept, given in zip(self.inputs, inputs, strict=True):
+            kept.copy_(given)
+        self.graph.replay()
+        output = self.output.clone()
+        self.finished.record(stream)
+        return output
+
+
+class StepGraphs:
+    """The graphs of one fused model.
+
+    Args:
+        counters: the model's; a replay adds what a captured step counted.
+        enabled: False runs everything eagerly.
+    """
+
+    def __init__(self, counters: Counters, *, enabled: bool = True) -> None:
+        self.counters, self.enabled = counters, enabled
+        self.replays = self.eager = 0
+        self.reasons: Counter[str] = Counter()
+        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self._state: Hashable = None
+        self._pool: Any = None
+        self._bytes = 0
+
+    def run(
+        self, key: Hashable, module: nn.Module, inputs: Sequence[torch.Tensor], body: Body, refused: str = ""
+    ) -> torch.Tensor:
+        """`body(inputs)`: as a replay where a graph fits, eagerly otherwise. Inputs are never changed.
+
+        Args:
+            key: everything besides `inputs` and `module` that `body` depends on.
+            module: whose weights `body` reads.
+            inputs: every tensor that may differ from call to call.
+            body: reads `inputs`, returns a new tensor.
+            refused: why this call may not use a graph, if so.
+        """
+        given = tuple(inputs)
+        if not self.enabled or not given[0].is_cuda:
+            self.clear()
+            return body(given)
+        with torch.cuda.device(given[0].device):
+            return self._run(key, module, given, body, refused or _why_eager(given))
+
+    def _run(self, key: Hashable, module: nn.Module, given: Tensors, body: Body, reason: str) -> torch.Tensor:
+        full = (key, tuple((t.shape, t.stride(), t.dtype, t.device) for t in given))
+        shape = _Shape(reason=reason) if reason else self._shapes.setdefault(full, _Shape())
+        if not shape.reason:
+            self._shapes.move_to_end(full)
+            self._check_state(module)
+            if shape.graph is None and shape.calls >= 2:
+                self._capture(shape, given, body)
+            if shape.graph is not None:
+                self.replays += 1
+                self.counters.add(shape.graph.counted)
+                return shape.graph.replay(given)
+        shape.calls += 1
+        if shape.calls == 2 and not shape.reason:
+            output, shape.reason = _timed(body, given)
+        else:
+            output = body(given)
+        self.eager += 1
+        self.reasons[shape.reason or "a shape is captured when it comes again"] += 1
+        self._forget()
+        return output
+
+    def _check_state(self, module: nn.Module) -> None:
+        """Drop the graphs where the weights lie elsewhere now: their addresses may belong to somebody else."""
+        state = state_of(module)
+        if state != self._state:
+            self._drop()
+            self._state = state
+
+    def clear(self) -> None:
+        """Forget everything: graphs, their memory, and what was found about shapes."""
+        if self._shapes:
+            self._drop()
+            self._shapes.clear()
+
+    def report(self) -> CacheReport:
+        kept = sum(shape.graph is not None for shape in self._shapes.values())
+        return CacheReport("graphs", self.replays, self.eager, kept, CAPACITY, self._bytes, dict(self.reasons))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _capture(self, shape: _Shape, given: Tensors, body: Body) -> None:
+        reserved = torch.cuda.memory_reserved()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            with self.counters.apart() as counted:
+                shape.graph = _captured(given, body, self._pool, counted)
+        except torch.OutOfMemoryError:
+            # Without graphs a picture needs no more than before: give back what they hold and go on.
+            self._drop()
+            torch.cuda.empty_cache()
+            shape.reason = "out of memory while capturing; all graphs dropped"
+        except Exception as error:  # whatever it is, this step ran eagerly before and does so again
+            shape.reason = f"could not be captured ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
+        self._bytes += max(0, torch.cuda.memory_reserved() - reserved)
+        self._forget()
+
+    def _drop(self) -> None:
+        """Give up the graphs and the memory they share."""
+        for shape in self._shapes.values():
+            shape.graph = None
+        self._pool = None
+        self._bytes = 0
+
+    def _forget(self) -> None:
+        """The least recently used graphs beyond CAPACITY; and shapes, of which a hundred are remembered."""
+        graphs = [key for key, shape in self._shapes.items() if shape.graph is not None]
+        for key in graphs[: max(0, len(graphs) - CAPACITY)]:
+            self._shapes[key].graph = None
+        while len(self._shapes) > 100:
+            self._shapes.popitem(last=False)
+
+
+def _why_eager(inputs: Tensors) -> str:
+    if torch.cuda.is_current_stream_capturing():
+        return "the caller is capturing a graph"
+    if any(t.is_inference() for t in inputs) and not torch.is_inference_mode_enabled():
+        return "inputs made under inference_mode"
+    return ""
+
+
+def _timed(body: Body, given: Tensors) -> tuple[torch.Tensor, str]:
+    """The output, and why a graph would not help, if so. Costs one synchronisation."""
+    event: Any = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
+    torch.cuda.current_stream().synchronize()
+    start.record()
+    began = time.perf_counter()
+    output = body(given)
+    host = 1e3 * (time.perf_counter() - began)
+    end.record()
+    end.synchronize()
+    bound = host > HOST_SHARE * start.elapsed_time(end)
+    return output, "" if bound else "the GPU is the limit, not the host"
+
+
+def _captured(given: Tensors, body: Body, pool: Any, counted: Counters) -> _Graph:
+    inputs = tuple(t.clone() for t in given)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    new_stream: Any = torch.cuda.Stream
+    stream = new_stream()
+    with _no_collection(), torch.cuda.stream(stream):
+        # Other threads may go on working with the GPU meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            output = body(inputs)
+        finally:
+            graph.capture_end()
+    return _Graph(graph, inputs, output, counted)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection inside: it might destroy CUDA objects, which invalidates a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

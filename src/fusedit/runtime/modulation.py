@@ -1,0 +1,187 @@
+"""Modulation: the adaptive norms' scales, shifts and gates of all blocks, in one launch and for a whole run at once.
+
+Stock computes them block by block at every step: FLUX.1-dev reads 3.2 billion weights for one row each time. Here one
+launch computes all blocks (`ops.grouped_linear`); and since the scheduler knows its time steps when a run starts, rows
+of the coming steps are computed together, kept in a table, and found there again by their time step. The comparison is
+made on the device, so a table never answers for a time step or guidance it was not made for: then the launch computes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from fusedit import ops
+from fusedit.report import CacheReport
+from fusedit.runtime.counters import Counters
+from fusedit.runtime.hoist import RunCache
+
+ROWS: Final = 32
+"""Rows of a table at most: 68 MB for FLUX.1-dev, 31 MB for Z-Image-Turbo."""
+TOKENS_PER_ROW: Final = 128
+"""And no more than a row for this many tokens: then table and fused activations together stay below stock's peak."""
+CALLS: Final = 64
+
+Ahead = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class _Tally:
+    """For each call, whether its rows were found in a table: stays on the device until somebody asks."""
+
+    found: torch.Tensor
+    calls: int = 0
+
+
+class _Table(NamedTuple):
+    """The rows of some coming steps: keys [J, B, Q] and values [J, B, N]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    tally: _Tally
+
+
+class Modulation:
+    """The modulation of one model.
+
+    Args:
+        cache: the model's RunCache, which knows the run and keeps the tables.
+        counters: the model's.
+    """
+
+    def __init__(self, cache: RunCache, counters: Counters) -> None:
+        self.cache, self.counters = cache, counters
+        self.hits = self.misses = 0
+        self.reasons: Counter[str] = Counter()
+        self._tallies: list[_Tally] = []
+
+    def __call__(
+        self,
+        rewrite: str,
+        layers: Sequence[Any],
+        x: torch.Tensor,
+        key: torch.Tensor,
+        ahead: Ahead,
+        *,
+        watched: tuple[torch.Tensor, ...],
+        owner: nn.Module,
+        tokens: int,
+    ) -> torch.Tensor:
+        """x [B, K] through all layers -> [B, N]; equals `separate(layers, x)`.
+
+        Args:
+            rewrite: counted under this name.
+            layers: linear layers, as they are at the moment.
+            x: the conditioning of this call.
+            key: float32 [B, Q], which together with `watched` and the parameters of `owner` determines x.
+            ahead: time steps [J] of the scheduler -> (keys [J, B, Q], conditioning [J * B, K]) of calls at these.
+            watched: tensors that `ahead` reads besides the time steps.
+            owner: the modules that `ahead` and `layers` belong to.
+            tokens: of this call, items times length; bounds the table.
+        """
+        reason = _why_separate(layers, x)
+        if reason is not None:
+            self.counters.fell_back(rewrite, reason)
+            return separate(layers, x)
+        self.counters.ran(rewrite)
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        table = self._table(weights, biases, key, ahead, watched, owner, tokens)
+        if table is None:
+            y, _ = _grouped(x, weights, biases)
+            return y
+        tally = table.tally
+        if tally.calls == len(tally.found):
+            self._read(tally)
+        out = (x.new_empty(x.shape[0], table.values.shape[2]), tally.found[tally.calls])
+        y, _ = _grouped(x, weights, biases, key, table.keys, table.values, out=out)
+        tally.calls += 1
+        run = self.cache.run
+        if run is not None and run.step + 1 >= len(run.timesteps):
+            self.cache.drop(table)  # the VAE, which comes next, may need the memory
+        return y
+
+    def report(self) -> CacheReport:
+        """Rows found in tables and rows computed; synchronises with the device."""
+        for tally in self._tallies:
+            self._read(tally)
+        tables = [value for value in self.cache.values() if isinstance(value, _Table)]
+        size = sum(table.values.nbytes + table.keys.nbytes for table in tables)
+        entries = sum(table.keys.shape[0] * table.keys.shape[1] for table in tables)
+        return CacheReport("modulation rows", self.hits, self.misses, entries, ROWS, size, dict(self.reasons))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _table(
+        self,
+        weights: list[torch.Tensor],
+        biases: list[torch.Tensor],
+        key: torch.Tensor,
+        ahead: Ahead,
+        watched: tuple[torch.Tensor, ...],
+        owner: nn.Module,
+        tokens: int,
+    ) -> _Table | None:
+        run, batch = self.cache.run, key.shape[0]
+        steps = min(ROWS, tokens // TOKENS_PER_ROW) // batch
+        first = 0 if run is None or steps < 2 else run.step - run.step % steps
+        timesteps = key[:0] if run is None else run.timesteps[first : first + steps]
+        reason = ""
+        if run is None:
+            reason = "no run: called outside the pipeline"
+        elif steps < 2:
+            reason = f"a table would take more memory than the step saves ({tokens} tokens, {batch} items)"
+        elif timesteps.numel() == 0 or timesteps.device != key.device:
+            reason = "the scheduler's time steps end before this step, or lie on another device"
+        elif not self.cache.keeps(watched, owner):
+            reason = "inputs or weights that cannot be watched (inference mode, or a LoRA on these layers)"
+        if reason:
+            self.reasons[reason] += 1
+            self.misses += batch
+            return None
+
+        def make() -> _Table:
+            keys, x = ahead(timesteps)
+            values = _grouped(x, weights, biases)[0].view(*keys.shape[:2], -1)
+            return _Table(keys, values, _Tally(values.new_zeros(CALLS, batch)))
+
+        table, kept = self.cache.get(make, watched, owner, (first, steps, batch, weights[0].dtype))
+        if not kept:
+            self._tallies.append(table.tally)
+            if len(self._tallies) > 16:  # long before, so that reading it waits for nothing
+                self._read(self._tallies.pop(0))
+        return table  # type: ignore[no-any-return]
+
+    def _read(self, tally: _Tally) -> None:
+        found = int(tally.found[: tally.calls].sum())
+        self.hits += found
+        self.misses += tally.calls * tally.found.shape[1] - found
+        tally.calls = 0
+
+
+def _grouped(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    op = ops.grouped_linear
+    made: tuple[torch.Tensor, torch.Tensor] = op.plain(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
+    return made
+
+
+def separate(layers: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
+    """x [B, K] through each layer, whatever it is -> [B, N]."""
+    return torch.cat([layer(x) for layer in layers], dim=-1)
+
+
+def _why_separate(layers: Sequence[Any], x: torch.Tensor) -> str | None:
+    for layer in layers:
+        kind: Any = type(layer)
+        if kind is not nn.Linear:
+            return f"a modulation layer is a {kind.__module__.partition('.')[0]} {kind.__name__} layer"
+        if layer.bias is None:
+            return "a modulation layer has no bias"
+        for t in (layer.weight, layer.bias):
+            if t.dtype is not x.dtype or t.device != x.device or not t.is_contiguous():
+                return "modulation weights differ from the activations in dtype or device, or are not contiguous"
+    return None
