@@ -24,7 +24,7 @@ from fusedit.models._z_image_layout import Layout, Table, patches, unpatched
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
-from fusedit.runtime.linear import PackedLinear, linear
+from fusedit.runtime.linear import PackedLinear, linear, multiply
 from fusedit.runtime.lora_scale import lora_scaled
 from fusedit.runtime.modulation import separate
 
@@ -61,7 +61,7 @@ class ZImage(FusedModel):
         Rewrite("z_image.norm_modulate", "reordered", "RMSNorm or LayerNorm and scale in one pass"),
         Rewrite("z_image.gated_residual", "reordered", "norm, tanh gate, residual, next norm and scale in one pass"),
         Rewrite("z_image.qk_norm_rope", "reordered", "RMSNorm and rotary embedding of q and k in place, in fp32"),
-        Rewrite("z_image.swiglu", "reordered", "gated product on the halves of the packed product, in place"),
+        Rewrite("z_image.swiglu", "reordered", "gated product in the packed product's epilogue, or in place"),
         Rewrite("z_image.attention", "reordered", "attention by the fastest library kernel"),
         Rewrite("z_image.image_rows", "reordered", "the last layer without the caption rows that nothing reads"),
         Rewrite(
@@ -78,6 +78,7 @@ class ZImage(FusedModel):
         self.gate_norm = self.site("z_image.gated_residual", ops.rms_gated_residual_rms_norm)
         self.rope = self.site("z_image.qk_norm_rope", ops.qk_norm_rope)
         self.swiglu = self.site("z_image.swiglu", ops.swiglu)
+        self.linear_swiglu = self.site("z_image.swiglu", ops.linear_swiglu)
         self.attention = self.site("z_image.attention", ops.attention)
         m: Any = module
         self.noise_refiner = [_Block(block, self) for block in m.noise_refiner]
@@ -375,9 +376,14 @@ class _Block:
 
     def feed(self, n: torch.Tensor, out: torch.Tensor, offloaded: bool) -> None:
         """n [B, S, C] -> the feed-forward layer's output, into out."""
-        u = self.w13(n, offloaded=offloaded)
-        a, b = u.chunk(2, dim=-1)
-        linear(self.stock.feed_forward.w2, self.model.swiglu(a, b, out=a), out=out)
+        whole = self.w13.whole(offloaded=offloaded)
+        if whole is not None and whole[1] is None and ops.linear_swiglu.backend(n, whole[0]).name == "triton":
+            g = self.model.linear_swiglu(n, whole[0])
+        else:
+            u = self.w13.separate(n) if whole is None else multiply(n, *whole)
+            a, b = u.chunk(2, dim=-1)
+            g = self.model.swiglu(a, b, out=a)
+        linear(self.stock.feed_forward.w2, g, out=out)
 
 
 _NO_MODS: Final[_Mods] = (None, None, None, None)

@@ -60,7 +60,9 @@ class Build:
     constexprs: Mapping[str, Any]
     num_warps: int
     traits: frozenset[str] = field(default_factory=frozenset)
-    """`vector`: every global access of an activation is 128 bits wide; `no-spill`: no local memory."""
+    """`vector`: every global access of an activation is 128 bits wide; `no-spill`: no local memory; `descriptors`:
+    tiles come and go by TMA."""
+    num_stages: int = 3
 
     @classmethod
     def of(
@@ -71,10 +73,11 @@ class Build:
         constexprs: Mapping[str, Any],
         num_warps: int,
         *traits: str,
+        num_stages: int = 3,
     ) -> Build:
         """`types` gives the pointers' and floats' types; every other number is i32, as at a launch."""
         signature = {p: "constexpr" if p in constexprs else types.get(p, "i32") for p in kernel.arg_names}
-        return cls(name, kernel, signature, dict(constexprs), num_warps, frozenset(traits))
+        return cls(name, kernel, signature, dict(constexprs), num_warps, frozenset(traits), num_stages)
 
 
 class Op(Generic[P, R]):

@@ -139,8 +139,10 @@ def _kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
+    VEC: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
+    # K and x_row come in units of VEC, so that the compiler can prove the alignment of every row.
     # place: for each program its layer, its first output within the layer, N of the layer, its first column of y.
     layer = tl.load(place_ptr + tl.program_id(0) * 4)
     first = tl.load(place_ptr + tl.program_id(0) * 4 + 1)
@@ -162,20 +164,17 @@ def _kernel(
     element = x_ptr.dtype.element_ty
     if tl.min(tl.where(inside, found, 0)) < 0:
         weight = tl.load(address_ptr + 2 * layer).to(tl.pointer_type(element))
+        if VEC > 1:
+            weight = tl.multiple_of(weight, 16)
         bias = tl.load(address_ptr + 2 * layer + 1).to(tl.pointer_type(element))
-        for k in range(0, K, STEP):
+        x_at = x_ptr + (rows.to(tl.int64) * x_row * VEC)[:, None]
+        w_at = weight + (outputs.to(tl.int64) * K * VEC)[None, :]
+        for k in range(0, K * VEC, STEP):
             inputs = k + tl.arange(0, STEP)
-            x = tl.load(
-                x_ptr + rows.to(tl.int64)[:, None] * x_row + inputs[None, :],
-                mask=inside[:, None] & (inputs < K)[None, :],
-                other=0.0,
-            )
-            w = tl.load(
-                weight + outputs.to(tl.int64)[None, :] * K + inputs[:, None],
-                mask=(outputs < width)[None, :] & (inputs < K)[:, None],
-                other=0.0,
-            )
-            y = tl.dot(x, w, y, input_precision=PRECISION)
+            known = inputs < K * VEC
+            x = tl.load(x_at + inputs[None, :], mask=inside[:, None] & known[None, :], other=0.0)
+            w = tl.load(w_at + inputs[:, None], mask=(outputs < width)[None, :] & known[:, None], other=0.0)
+            y += tl.dot(x, w, input_precision=PRECISION)  # fp32: sums of STEP, then their sum, loses least
         y += tl.load(bias + outputs, mask=outputs < width, other=0.0).to(tl.float32)[None, :]
     at = (found.to(tl.int64) * R + rows)[:, None] * N + columns[None, :]
     kept = tl.load(table_ptr + at, mask=mask & (found >= 0)[:, None], other=0.0)
@@ -201,17 +200,21 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(pointers, dtype=torch.int64, device=device)
 
 
-def _constexprs(dtype: torch.dtype) -> dict[str, Any]:
+def _constexprs(dtype: torch.dtype, vec: int) -> dict[str, Any]:
     # fp32 products in full precision: tensor cores would round the inputs to tf32.
-    return {"ROWS": 16, "BLOCK": BLOCK, "STEP": 64 if dtype.itemsize == 2 else 32, "PRECISION": "ieee"}
+    return {"ROWS": 16, "BLOCK": BLOCK, "STEP": 64 if dtype.itemsize == 2 else 32, "VEC": vec, "PRECISION": "ieee"}
 
 
 def builds() -> list[Build]:
     made = []
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+    for name, dtype, vec in (
+        ("bf16", torch.bfloat16, 8),
+        ("bf16-unaligned", torch.bfloat16, 1),
+        ("fp32", torch.float32, 4),
+    ):
         types: dict[str, str] = dict.fromkeys(("x_ptr", "table_ptr", "out_ptr", "hit_ptr"), _rows.POINTERS[dtype])
         types |= {"address_ptr": "*i64", "place_ptr": "*i32", "key_ptr": "*fp32", "keys_ptr": "*fp32"}
-        made.append(Build.of(name, _kernel, types, _constexprs(dtype), 4))
+        made.append(Build.of(name, _kernel, types, _constexprs(dtype, vec), 4))
     return made
 
 
@@ -300,7 +303,8 @@ def grouped_linear(
     key, keys = (nothing if t is None else t.contiguous() for t in (key, keys))
     table = x if table is None else table.contiguous()
     pointers = tuple(t.data_ptr() for pair in zip(weights, biases, strict=True) for t in pair)
-    constexprs = _constexprs(x.dtype)
+    vec = _rows.vector(K, x, *weights)
+    constexprs = _constexprs(x.dtype, vec)
     _kernel[(places.shape[0], _rows.cdiv(R, constexprs["ROWS"]))](
         x,
         _addresses(pointers, x.device),
@@ -311,11 +315,11 @@ def grouped_linear(
         y,
         hit,
         R,
-        K,
+        K // vec,
         y.shape[1],
         J,
         Q,
-        x.stride(0) if R > 1 else 0,
+        x.stride(0) // vec if R > 1 else 0,
         y.stride(0) if R > 1 else 0,
         hit.stride(0) if R > 1 else 0,
         **constexprs,

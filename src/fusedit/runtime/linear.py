@@ -27,7 +27,7 @@ def linear(layer: Any, x: torch.Tensor, out: torch.Tensor | None = None) -> torc
     if type(layer) is not nn.Linear:
         y = layer(x)
         return y if out is None else out.copy_(y)
-    return _multiply(x, layer.weight, layer.bias, out)
+    return multiply(x, layer.weight, layer.bias, out)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor | None:
@@ -37,8 +37,8 @@ def _rows(x: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def _multiply(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+def multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x [B, S, K] @ weight [N, K]^T + bias -> [B, S, N], into `out` where given."""
     if out is None:  # torch would take a batched product for a slice whose batch stride is that of the whole buffer
@@ -93,15 +93,24 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, offloaded: bool = False) -> torch.Tensor:
         """x [B, S, K] -> [B, S, N1 + N2 + ...]; `offloaded` says that weights move between calls, so never repack."""
+        whole = self.whole(offloaded=offloaded)
+        return self.separate(x, out) if whole is None else multiply(x, *whole, out)
+
+    def whole(self, *, offloaded: bool = False) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The packed weight and bias, or None where the layers have to run one by one. Counts which it was."""
         layers = self.layers()
         reason = self._why_separate(layers, offloaded) if self.enabled else "off"
         if reason is None:
             self.counters.ran(self.rewrite)
-            weight = _whole([layer.weight for layer in layers])
             bias = None if layers[0].bias is None else _whole([layer.bias for layer in layers])
-            return _multiply(x, weight, bias, out)
+            return _whole([layer.weight for layer in layers]), bias
         if self.enabled:
             self.counters.fell_back(self.rewrite, reason)
+        return None
+
+    def separate(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The same result layer by layer, whatever the layers are."""
+        layers = self.layers()
         widths = [layer.out_features for layer in layers]
         y = x.new_empty((*x.shape[:-1], sum(widths))) if out is None else out
         for layer, part in zip(layers, torch.split(y, widths, dim=-1), strict=True):

@@ -19,7 +19,7 @@ from fusedit.ops._op import Build
 
 def compile_for(build: Build, capability: int) -> dict[str, object]:
     source = ASTSource(fn=build.kernel, signature=dict(build.signature), constexprs=dict(build.constexprs))
-    options = {"num_warps": build.num_warps, "enable_fp_fusion": True}
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

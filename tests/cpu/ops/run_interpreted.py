@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import warnings
@@ -30,7 +31,21 @@ def main() -> None:
             found[f"{op.name}/{case.name}/{str(dtype)[6:]}"] = {"wrong": wrong, "ran": dict(op.ran)}
     if share == 0:
         found["group_norm_silu/large-mean"] = large_mean()
+        for dtype in (torch.float32, torch.float16):
+            found[f"linear_swiglu/persistent/{str(dtype)[6:]}"] = persistent(dtype)
     print(json.dumps(found))
+
+
+def persistent(dtype: torch.dtype) -> dict[str, float | bool]:
+    """The kernel of linear_swiglu itself, which the op takes on Hopper alone."""
+    launch = importlib.import_module("fusedit.ops.linear_swiglu").launch
+    x, weight = torch.randn(2, 330, 72).to(dtype)[:, 30:], (torch.randn(512, 72) / 8).to(dtype)
+    buffer = torch.full((2, 310, 264), float("nan"), dtype=dtype)
+    y = buffer[:, 5:305, :256]
+    launch(x, weight, y)
+    made = error(y, ops.linear_swiglu.reference(x.double(), weight.double())).relative_l2
+    y.fill_(float("nan"))
+    return {"error": made, "outside": bool(buffer.isnan().all())}
 
 
 def large_mean() -> dict[str, float]:

@@ -38,7 +38,7 @@ def as_list(value: Any) -> list[torch.Tensor]:
 
 def test_registry_is_the_folder() -> None:
     assert sorted(f.stem for f in FOLDER.glob("[a-z]*.py")) == NAMES
-    assert len(NAMES) == 14
+    assert len(NAMES) == 15
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -276,6 +276,8 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("linear_gelu", (X, V[:, :8], V[:, 0]), {}, r"weight must be float32\[2, 16\]"),
     ("linear_gelu", (X, V, V[0]), {}, r"bias must be float32\[2\]"),
     ("linear_gelu", (V, SQUARE, SQUARE[0]), {"out": V}, r"partly overlaps an input"),
+    ("linear_swiglu", (X, SQUARE[:3]), {}, r"weight must have an even number of rows"),
+    ("linear_swiglu", (X, SQUARE[:, :8]), {}, r"weight must be float32\[16, 16\]"),
     ("grouped_linear", (V, [], []), {}, r"as many weights as biases and at least one, not 0 and 0"),
     ("grouped_linear", (V, [V, V[:, :8]], [V[:, 0]] * 2), {}, r"biases\[0\] and its weight|must be contiguous|weights"),
     ("grouped_linear", (V, [V], [V[0]]), {}, r"biases\[0\] must be float32\[2\]"),

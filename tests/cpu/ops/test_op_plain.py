@@ -64,6 +64,9 @@ def stock(name: str, a: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return a[0], F.gelu(a[1], approximate="tanh")
     if name == "linear_gelu":
         return (F.gelu(F.linear(*a), approximate="tanh"),)
+    if name == "linear_swiglu":
+        half = a[1].shape[0] // 2
+        return (F.silu(F.linear(a[0], a[1][:half])) * F.linear(a[0], a[1][half:]),)
     if name == "grouped_linear":
         weights, biases = a[1], a[2]
         y = torch.cat([F.linear(a[0], w, b) for w, b in zip(weights, biases, strict=True)], dim=1)

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none"),
 ]
-LIBRARY = {"attention", "linear_gelu"}
+LIBRARY = {"attention", "linear_gelu", "linear_swiglu"}
 KERNELS = sorted(set(ops.registry()) - LIBRARY)
 
 
