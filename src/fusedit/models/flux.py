@@ -121,6 +121,14 @@ class Flux(FusedModel):
             return f"axes_dims_rope {module.config.axes_dims_rope} has an odd entry"  # type: ignore[union-attr]
         return None
 
+    def rare(self, x: torch.Tensor) -> None:
+        m: Any = self.module
+        row = x.new_zeros(1, 1, m.inner_dim)
+        ops.gated_residual(row, row, row[0], out=row)  # with a ControlNet
+        for block in (*m.transformer_blocks[:1], *m.single_transformer_blocks[:1]):
+            wide = x.new_zeros(1, 1, 4 * width_of(block))
+            ops.gelu_tanh(wide, out=wide)  # with a LoRA on the feed-forward layer
+
     def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         module: Any = self.module
         if _argument(0, "hidden_states", args, kwargs).dtype == torch.float16:
@@ -156,6 +164,7 @@ class Flux(FusedModel):
         assert img_ids is not None
         assert txt_ids is not None
         m: Any = self.module
+        self.make_ready(hidden_states)
         with lora_scaled(m, joint_attention_kwargs):
             text = self.hoisted(
                 "flux.hoist",

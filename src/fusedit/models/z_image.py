@@ -101,6 +101,11 @@ class ZImage(FusedModel):
             return f"axes_dims {config.axes_dims} has an odd entry"
         return None
 
+    def rare(self, x: torch.Tensor) -> None:
+        m: Any = self.module
+        wide = x.new_zeros(1, 1, m.layers[0].feed_forward.w1.out_features if m.layers else m.dim)
+        ops.swiglu(wide, wide, out=wide)  # with a LoRA on the feed-forward layer, and where tiles do not fill the chip
+
     def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         m: Any = self.module
         given: dict[str, Any] = dict(zip(self.signature, args, strict=False)) | kwargs
@@ -152,6 +157,7 @@ class ZImage(FusedModel):
         m: Any = self.module
         key = f"{patch_size}-{f_patch_size}"
         final = m.all_final_layer[key]
+        self.make_ready(x[0])
         with lora_scaled(m, joint_attention_kwargs):
             layout = self._layout(x, cap_feats, patch_size, f_patch_size)
             captions = self._captions(cap_feats, layout)
