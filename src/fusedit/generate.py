@@ -177,4 +177,11 @@ def counted_since(before: Report, after: Report) -> dict[str, Any]:
         site["fused"] -= past.fused
         site["stock"] -= past.stock
         site["reasons"] = dict(Counter(site["reasons"]) - Counter(past.reasons))
+    caches = {cache.name: cache for cache in before.caches}  # a cache that nobody asked yet is in no report
+    for cache in data["caches"]:
+        if cache["name"] in caches:
+            was = caches[cache["name"]]
+            cache["hits"] -= was.hits
+            cache["misses"] -= was.misses
+            cache["reasons"] = dict(Counter(cache["reasons"]) - Counter(was.reasons))
     return data

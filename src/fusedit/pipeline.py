@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from fusedit import ops
+from fusedit.cache.prompts import PromptCache
 from fusedit.errors import PlanError, UnsupportedPipelineError
 from fusedit.models import FusedModel, registry
 from fusedit.plan import Plan
-from fusedit.report import Refusal, Report, SiteReport
+from fusedit.report import CacheReport, Refusal, Report, SiteReport
 from fusedit.runtime.inspect_module import compiled_by, quantised_by
 from fusedit.runtime.install import foreign_forward
 from fusedit.session import Session
@@ -36,12 +37,19 @@ class Handle:
     """
 
     def __init__(
-        self, pipe: DiffusionPipeline, plan: Plan, sessions: list[Session], refusals: list[Refusal], notes: list[str]
+        self,
+        pipe: DiffusionPipeline,
+        plan: Plan,
+        sessions: list[Session],
+        prompts: PromptCache | None,
+        refusals: list[Refusal],
+        notes: list[str],
     ) -> None:
         self.plan = plan
         self._pipe = weakref.ref(pipe)
         self._name = type(pipe).__name__
         self._sessions = sessions
+        self._prompts = prompts
         self._refusals = refusals
         self._notes = notes
         self._active = True
@@ -71,9 +79,25 @@ class Handle:
                 notes.append(f"{where} was compiled after accelerate(); compiled calls run stock and are not counted")
             if self._active and session.module is not self._component(session.model):
                 notes.append(f"{'.'.join(session.model.path)} was replaced after accelerate(); the new one runs stock")
+        if self._prompts is not None and self._prompts.displaced():
+            notes.append(
+                "encode_prompt was replaced after accelerate(); prompts are kept only where ours is still called"
+            )
         return Report(
-            self._name, self.plan.to_dict(), tuple(rewritten), tuple(self._refusals), tuple(notes), self._active
+            pipeline=self._name,
+            plan=self.plan.to_dict(),
+            rewritten=tuple(rewritten),
+            refused=tuple(self._refusals),
+            notes=tuple(notes),
+            active=self._active,
+            caches=tuple(self._caches()),
         )
+
+    def _caches(self) -> Iterator[CacheReport]:
+        if self._prompts is not None:
+            yield self._prompts.report()
+        for session in self._sessions:
+            yield from session.model.cache_reports()
 
     def restore(self) -> None:
         """Make the pipeline bit for bit what it was. Calling it again does nothing."""
@@ -82,6 +106,8 @@ class Handle:
         pipe = self._pipe()
         for session in self._sessions:
             session.uninstall(pipe)
+        if self._prompts is not None:
+            self._prompts.uninstall()
         self._active = False
         if pipe is not None and _HANDLES.get(pipe) is self:
             del _HANDLES[pipe]
@@ -89,20 +115,27 @@ class Handle:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stock behaviour inside the `with` block, for comparing both in one process. Nests."""
-        for session in self._sessions:
-            session.paused += 1
+        parts: list[Session | PromptCache] = [*self._sessions]
+        if self._prompts is not None:
+            parts.append(self._prompts)
+        for part in parts:
+            part.paused += 1
         try:
             yield
         finally:
-            for session in self._sessions:
-                session.paused -= 1
+            for part in parts:
+                part.paused -= 1
 
     def _component(self, model: FusedModel) -> Any:
         return _component(self._pipe(), model.path)
 
     def _is_current(self, pipe: DiffusionPipeline) -> bool:
-        """Whether every component is still the one accelerated and its forward still ours."""
-        return all(
+        """Whether every component is still the one accelerated, its forward still ours, and the prompt cache there."""
+        if self._prompts is None:
+            prompts = not self.plan.cache["prompts"] or PromptCache.refusal(pipe) is not None
+        else:
+            prompts = self._prompts.installed()
+        return prompts and all(
             self._component(session.model) is session.module and session.installed(pipe) for session in self._sessions
         )
 
@@ -187,9 +220,23 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
         current.restore()
     for session in sessions:
         session.install(pipe)
-    handle = Handle(pipe, chosen, sessions, refusals, notes)
+    prompts = _keep_prompts(pipe, chosen, notes)
+    handle = Handle(pipe, chosen, sessions, prompts, refusals, notes)
     _HANDLES[pipe] = handle
     return handle
+
+
+def _keep_prompts(pipe: DiffusionPipeline, plan: Plan, notes: list[str]) -> PromptCache | None:
+    """Install the prompt cache, or note why there is none."""
+    if any(isinstance(getattr(pipe, name, None), nn.Module) for name in ("text_encoder", "text_encoder_2")):
+        notes.append("text encoders run stock: they do not run once a step, so they take little of a picture's time")
+    reason = PromptCache.refusal(pipe) if plan.cache["prompts"] else "switched off by the plan"
+    if reason is not None:
+        notes.append(f"prompts are encoded anew in every call: {reason}")
+        return None
+    prompts = PromptCache(pipe)
+    prompts.install()
+    return prompts
 
 
 def _without_kernels(session: Session) -> list[str]:

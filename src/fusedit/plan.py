@@ -13,6 +13,7 @@ from fusedit.errors import PlanError
 
 SCHEMA: Final = 1
 TIERS: Final = ("exact",)
+CACHES: Final = ("prompts", "graphs")
 _KEYS: Final = ("schema", "base", "rewrites", "precision", "cache", "budget", "evidence")
 
 
@@ -32,7 +33,8 @@ class Plan:
         base: the tier that everything not named below follows; `exact` (same mathematics, only rounding order differs).
         rewrites: rewrite name -> on or off, overriding the tier. `fusedit models` lists the names.
         precision: `{"default": "model" , "sites": {}}`; `exact` computes in the model's own dtype.
-        cache: reserved for prompt and graph caches; `{"prompts": false, "graphs": false}` in `exact`.
+        cache: what is kept from one call to the next: `{"prompts": true, "graphs": true}` in `exact`, since neither
+            changes a bit of the picture; a key that is left out follows the tier.
         budget: fidelity budget a tuned plan was found under, empty when not tuned.
         evidence: measurements that came with a tuned plan, or None.
 
@@ -43,7 +45,7 @@ class Plan:
     base: str = "exact"
     rewrites: Mapping[str, bool] = field(default_factory=dict)
     precision: Mapping[str, Any] = field(default_factory=lambda: {"default": "model", "sites": {}})
-    cache: Mapping[str, Any] = field(default_factory=lambda: {"prompts": False, "graphs": False})
+    cache: Mapping[str, bool] = field(default_factory=dict)
     budget: Mapping[str, Any] = field(default_factory=dict)
     evidence: Any = None
     schema: int = SCHEMA
@@ -66,7 +68,12 @@ class Plan:
             if not isinstance(on, bool):
                 raise PlanError(f"rewrite {name!r} must be true or false, not {on!r}")
         _only(self.precision, {"default": ("model",), "sites": ({},)}, "precision")
-        _only(self.cache, {"prompts": (False,), "graphs": (False,)}, "cache")
+        for name, on in self.cache.items():
+            if name not in CACHES:
+                raise PlanError(f"unknown key {name!r} in plan 'cache'; known keys: {', '.join(CACHES)}")
+            if not isinstance(on, bool):
+                raise PlanError(f"plan cache.{name} must be true or false, not {_thawed(on)!r}")
+        object.__setattr__(self, "cache", _frozen({**dict.fromkeys(CACHES, True), **self.cache}))
 
     def __reduce__(self) -> tuple[Any, tuple[dict[str, Any]]]:
         return _read, (self.to_dict(),)  # the read-only views inside can be neither copied nor pickled

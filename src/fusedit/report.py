@@ -51,6 +51,37 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class CacheReport:
+    """What one cache did since accelerate() and what it holds now.
+
+    Attributes:
+        name: what it keeps, for example `prompts`.
+        hits: calls that found everything they needed.
+        misses: calls that computed something.
+        entries: how much of `capacity` is in use.
+        capacity: entries that are kept at most.
+        bytes: memory that the entries take.
+        reasons: reason -> calls that could not use the cache because of it.
+    """
+
+    name: str
+    hits: int
+    misses: int
+    entries: int
+    capacity: int
+    bytes: int
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "reasons": dict(self.reasons)}
+
+    def __str__(self) -> str:
+        kept = f"{self.entries} of {self.capacity} kept, {self.bytes / 2**20:.1f} MiB"
+        why = "".join(f"; not kept: {reason} ({count}x)" for reason, count in self.reasons.items())
+        return f"{self.name}: {self.hits} reused, {self.misses} computed, {kept}{why}"
+
+
+@dataclass(frozen=True)
 class Report:
     """What accelerate() did to one pipeline. Prints as a table; `to_dict()` is its JSON form.
 
@@ -61,6 +92,7 @@ class Report:
         refused: every rewrite that is not, with its reason.
         notes: facts a user should know, for example that the VAE encoder stays stock or that weights were repacked.
         active: False once restore() has run.
+        caches: every cache in force, with its counters.
     """
 
     pipeline: str
@@ -69,6 +101,7 @@ class Report:
     refused: tuple[Refusal, ...]
     notes: tuple[str, ...] = ()
     active: bool = True
+    caches: tuple[CacheReport, ...] = ()
 
     def never_ran(self, steps: int) -> tuple[SiteReport, ...]:
         """The rewrites in force that never ran, but for those that save nothing on the first step of so few."""
@@ -83,6 +116,7 @@ class Report:
             "rewritten": [site.to_dict() for site in self.rewritten],
             "refused": [refusal.to_dict() for refusal in self.refused],
             "notes": list(self.notes),
+            "caches": [cache.to_dict() for cache in self.caches],
         }
 
     def __str__(self) -> str:
@@ -104,6 +138,8 @@ class Report:
         out = StringIO()
         console = Console(file=out, width=140, force_terminal=False, markup=False, highlight=False)
         console.print(table)
+        for cache in self.caches:
+            console.print(str(cache))
         for note in self.notes:
             console.print(f"note: {note}")
         return out.getvalue().rstrip()

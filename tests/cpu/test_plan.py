@@ -50,7 +50,13 @@ def test_is_frozen_all_the_way_down() -> None:
         ({"schema": 1, "rewrites": {"flux.gelu": 1}}, r"'flux.gelu' must be true or false, not 1"),
         ({"schema": 1, "rewrites": []}, r"'rewrites' must be an object, not list"),
         ({"schema": 1, "precision": {"default": "fp8"}}, r"precision.default is 'fp8'"),
-        ({"schema": 1, "cache": {"steps": True}}, r"unknown key 'steps' in plan 'cache'"),
+        ({"schema": 1, "cache": {"steps": True}}, r"unknown key 'steps' in plan 'cache'; known keys: prompts, graphs"),
+        ({"schema": 1, "cache": {"prompts": 1}}, r"plan cache.prompts must be true or false, not 1"),
+        (
+            {"schema": 1, "cache": {"graphs": {"on": True}}},
+            r"plan cache.graphs must be true or false, not {'on': True}",
+        ),
+        ({"schema": 1, "cache": True}, r"'cache' must be an object, not bool"),
         ({"schema": True}, r"schema is True"),
         ([1], r"a plan is a JSON object, not list"),
     ],
@@ -58,6 +64,18 @@ def test_is_frozen_all_the_way_down() -> None:
 def test_bad_data_gets_one_sentence(data: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Plan.from_dict(data)
+
+
+def test_a_cache_that_is_not_named_follows_the_tier() -> None:
+    assert Plan().cache == {"prompts": True, "graphs": True}
+    plan = Plan.from_dict({"schema": 1, "cache": {"prompts": False}})
+    assert plan.cache == {"prompts": False, "graphs": True}
+    assert plan.without("flux.gelu").cache == plan.cache
+    assert Plan.from_dict(json.loads(plan.to_json())) == plan
+    assert Plan(cache={}) == Plan(cache={"graphs": True}) == Plan()
+    assert Plan.from_dict({"schema": 1, "cache": {"prompts": False, "graphs": False}}) != Plan()  # as 0.1.0 wrote it
+    with pytest.raises(TypeError):
+        plan.cache["graphs"] = False  # type: ignore[index]
 
 
 def test_of_takes_a_tier_a_plan_or_a_file(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class FusedModel(ABC):
         self._ready: set[tuple[torch.device, torch.dtype]] = set()
 
     def make_ready(self, x: torch.Tensor) -> None:
-        """Launch `rare(x)` once a device and dtype, so that a LoRA or a ControlNet that comes later compiles nothing."""
+        """Launch `rare(x)` once a device and dtype, so that a later LoRA or ControlNet compiles nothing."""
         if x.is_cuda and (x.device, x.dtype) not in self._ready and not torch.cuda.is_current_stream_capturing():
             self._ready.add((x.device, x.dtype))
             self.rare(x)

@@ -197,6 +197,10 @@ def _notes(pipe: Any, report: Report, steps: int, reference: str, dtype: str, gu
         notes.append("warning: no rewrite ran, so this compares stock with stock")
     if reference == "fp32" and dtype == "fp32":
         notes.append("the pipeline is in fp32 already, so stock is the fp32 reference")
+    for cache in report.caches:
+        if cache.name == "prompts" and cache.hits:
+            times = f"{cache.hits} of {cache.hits + cache.misses} times"
+            notes.append(f"fused took its prompt from the cache {times}, stock encodes it every time")
     note = guidance_note(pipe, guidance)
     return [*notes, note] if note else notes
 

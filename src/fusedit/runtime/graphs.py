@@ -11,7 +11,7 @@ import gc
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -170,23 +170,27 @@ class StepGraphs:
     def _capture(self, shape: _Shape, given: Tensors, body: Body) -> None:
         reserved = torch.cuda.memory_reserved()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        full = False
         try:
             with self.counters.apart() as counted:
                 shape.graph = _captured(given, body, self._pool, counted)
         except torch.OutOfMemoryError:
-            # Without graphs a picture needs no more than before: give back what they hold and go on.
-            self._drop()
-            torch.cuda.empty_cache()
-            shape.reason = "out of memory while capturing; all graphs dropped"
+            full = True
         except Exception as error:  # whatever it is, this step ran eagerly before and does so again
             shape.reason = f"could not be captured ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
-        self._bytes += max(0, torch.cuda.memory_reserved() - reserved)
+        if full:  # here and not above, where the error still holds what was allocated
+            # Without graphs a picture needs no more than before: give back what they hold and go on.
+            self._drop("out of memory while capturing; all graphs dropped")
+            torch.cuda.empty_cache()
+        else:
+            self._bytes += max(0, torch.cuda.memory_reserved() - reserved)
         self._forget()
 
-    def _drop(self) -> None:
-        """Give up the graphs and the memory they share."""
+    def _drop(self, reason: str = "") -> None:
+        """Give up the graphs and the memory they share; with a reason, never capture these shapes again."""
         for shape in self._shapes.values():
-            shape.graph = None
+            shape.graph, shape.calls = None, 0
+            shape.reason = shape.reason or reason
         self._pool = None
         self._bytes = 0
 
@@ -233,9 +237,20 @@ def _captured(given: Tensors, body: Body, pool: Any, counted: Counters) -> _Grap
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             output = body(inputs)
-        finally:
             graph.capture_end()
+        except BaseException:
+            _abandon(graph, pool)
+            raise
     return _Graph(graph, inputs, output, counted)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End a capture that went wrong. Where that fails too, tell the allocator, which would go on taking each later
+    `empty_cache()` for one inside a capture."""
+    with suppress(Exception):
+        graph.capture_end()
+    with suppress(Exception):
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
 
 
 @contextmanager
