@@ -1,19 +1,32 @@
-"""Benchmarks against stock, on any CUDA GPU: `python -m benchmarks step --help`."""
+"""Benchmarks against stock, on any CUDA GPU, and the page that shows them: `python -m benchmarks step --help`."""
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read at its import: no advice about image processors
+
 import typer
 
-from benchmarks import step
+from benchmarks import cold_start, image, launches, ops, page, step
+from benchmarks.arguments import reporting
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-app.command("step")(step.main)
-
-
-@app.callback()
-def _group() -> None:
-    """Keeps `step` a subcommand while it is the only one."""
-
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help=__doc__,
+)
+for name, command in (
+    ("step", step.main),
+    ("launches", launches.main),
+    ("cold-start", cold_start.main),
+    ("image", image.main),
+    ("ops", ops.main),
+    ("page", page.main),
+):
+    app.command(name)(reporting(command))
 
 if __name__ == "__main__":
     app()

@@ -1,143 +1,177 @@
-"""One denoising step, stock and fused interleaved in one process, sustained; and its error against fp32."""
+"""One denoising step: stock, its compiled peer and `exact` beside the floor, interleaved in one process, sustained."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import itertools
-import json
-import statistics
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import torch
 import typer
 
-import fusedit
-from benchmarks.environment import environment, joules
-from benchmarks.errors import step_errors
+from benchmarks import arguments as given
+from benchmarks import gpu, kernels, table
+from benchmarks.call import call, plain_call
+from benchmarks.errors import STEPS as CHECKED
+from benchmarks.errors import Truth, truth
+from benchmarks.floor import step_of
+from benchmarks.plans import COMPILED, PLANS, Laid, SideBySide, empty_caches, what_ran
+from benchmarks.results import Results, Row
+from benchmarks.sustained import Burst, repeated, sustained
 from benchmarks.workloads import WORKLOADS, Workload
 
-STEPS = 8  # of which the first two (which also hold what is computed once a run) warm up
-WARM = 2
+STEPS: Final = 8
+WARM: Final = 2
+"""The first steps of a call, which also hold what is computed once a run."""
+Bursts = dict[str, Callable[[], Burst]]
 
 
-def _run(workload: Workload, arguments: dict[str, Any], seed: int = 0) -> tuple[list[float], torch.Tensor]:
-    """One pipeline call: milliseconds of each step after the warm ones, and the latents."""
-    marks = [torch.cuda.Event(enable_timing=True)]
+class Shape:
+    """One model at one size and batch: the arguments of a call, and a row for each plan."""
 
-    def mark(_pipe: Any, _i: int, _t: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        marks.append(event)
-        return kwargs
+    def __init__(self, workload: Workload, size: given.Size, batch: int, plans: list[str]) -> None:
+        torch.manual_seed(0)
+        self.workload = workload
+        self.arguments = workload.arguments(*size, batch)
+        self.parts = workload.parts(*size, batch)
+        name = f"{size[0]}x{size[1]}"
+        self.rows = {plan: Row("step", workload.name, name, batch, plan) for plan in (*plans, "floor")}
 
-    marks[0].record()
-    latents = workload.pipe(
-        **arguments,
-        num_inference_steps=STEPS,
-        output_type="latent",
-        generator=torch.Generator().manual_seed(seed),
-        callback_on_step_end=mark,
-    ).images
-    torch.cuda.synchronize()
-    steps = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-    return steps[WARM:], latents
+    def failed(self, plan: str, error: Exception) -> None:
+        self.rows[plan].error = table.why(error)
 
-
-def _launches(workload: Workload, arguments: dict[str, Any]) -> float:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        _run(workload, arguments)
-    kernels = [e for e in trace.events() if e.device_type.name == "CUDA" and not e.name.startswith("Mem")]
-    return round(len(kernels) / STEPS, 1)
+    def attempt(self, plan: str, action: Callable[[], None]) -> None:
+        """Where an action of one plan fails, that plan's row says so and the others go on."""
+        try:
+            action()
+        except Exception as error:
+            self.failed(plan, error)
+        gpu.free()
 
 
-def measure(name: str, size: tuple[int, int], batch: int, seconds: float) -> list[dict[str, Any]]:
-    """Rows for stock and exact of one model and size."""
-    workload = WORKLOADS[name]()
-    workload.pipe.set_progress_bar_config(disable=True)
-    arguments = workload.arguments(*size, batch)
-    handle = fusedit.accelerate(workload.pipe, "exact")
-    started = time.perf_counter()
-    _run(workload, arguments)
-    first = time.perf_counter() - started
-    ours, stocks = step_errors(workload, handle, arguments)
-    correct = ours <= 1.05 * stocks
-    rows: dict[str, dict[str, Any]] = {}
-    times: dict[str, list[float]] = {"stock": [], "exact": []}
-    energy: dict[str, list[float]] = {"stock": [], "exact": []}
-    switch = {"stock": handle.paused, "exact": contextlib.nullcontext}
-    for plan in times:
-        with switch[plan]():
-            _run(workload, arguments)
-            torch.cuda.reset_peak_memory_stats()
-            _run(workload, arguments)
-            rows[plan] = {"peak_bytes": torch.cuda.max_memory_allocated(), "launches": _launches(workload, arguments)}
-    began = time.perf_counter()
-    while time.perf_counter() - began < 2 * seconds or len(times["exact"]) < 3 * (STEPS - WARM):
-        for plan in times:
-            with switch[plan]():
-                before = joules()
-                steps, _ = _run(workload, arguments)
-                after = joules()
-            times[plan] += steps
-            if before is not None and after is not None:
-                energy[plan].append((after - before) / STEPS)
-    for plan, values in times.items():
-        late = values[len(values) // 2 :]  # the card is power-limited: the later half is the sustained figure
-        low, high = statistics.quantiles(late, n=20)[0], statistics.quantiles(late, n=20)[-1]
-        rows[plan] |= {
-            "benchmark": "step",
-            "model": name,
-            "size": f"{size[0]}x{size[1]}",
-            "batch": batch,
-            "plan": plan,
-            "ms": round(statistics.median(late), 3),
-            "spread": [round(low, 3), round(high, 3)],
-            "joules": round(statistics.median(energy[plan]), 2) if energy[plan] else None,
-            "rel_error": ours if plan == "exact" else stocks,
-            "stock_rel_error": stocks,
-            "correct": correct if plan == "exact" else True,
-            "speedup": None,
-        }
-    rows["exact"]["first_run_s"] = round(first, 2)
-    if correct:
-        rows["exact"]["speedup"] = round(rows["stock"]["ms"] / rows["exact"]["ms"], 3)
-    rows["exact"]["report"] = handle.report().to_dict()
-    handle.restore()
-    return list(rows.values())
+def measure(shape: Shape, seconds: float) -> None:
+    """Errors, memory, times and energy of every plan."""
+    try:
+        reference = truth(shape.workload, shape.arguments)
+    except torch.OutOfMemoryError as error:
+        for plan in shape.rows:
+            shape.failed(plan, error)
+        return
+    bursts: Bursts = {}
+    with SideBySide(shape.workload) as bench:
+        for plan in (plan for plan in PLANS if plan in shape.rows):
+            shape.attempt(plan, partial(_look, shape, bench, plan, reference, bursts))
+        shape.attempt("floor", partial(_lay_floor, shape, bursts))
+        for plan, figures in sustained(bursts, seconds, shape.failed).items():
+            row = shape.rows[plan]
+            row.ms, row.spread, row.joules = figures
+        bursts.clear()
+        if bench.handle is not None:
+            shape.rows["exact"].more |= what_ran(bench.handle)
+    for row in shape.rows.values():
+        row.floor_ms = shape.rows["floor"].ms
+
+
+def _look(shape: Shape, bench: SideBySide, plan: str, reference: Truth, bursts: Bursts) -> None:
+    """Error, seconds to the first step, and memory of one plan."""
+    laid, row = bench.lay(plan), shape.rows[plan]
+    others = gpu.allocated() - laid.own_bytes(shape.arguments)
+    with laid.context():
+        error, first = reference.check(laid.pipe)
+        gpu.free()
+        gpu.reset_peaks()
+        plain_call(laid.pipe, shape.arguments, CHECKED)
+        allocated, reserved = gpu.peaks()
+    row.judge(error, reference.stock_error)
+    row.peak_bytes = allocated - others
+    row.more["reserved_bytes"] = reserved - others
+    if plan != "stock":
+        row.more["cold_s" if plan in COMPILED else "first_step_s"] = round(first, 2)
+    bursts[plan] = partial(repeated, partial(_steps, laid, shape.arguments))
+
+
+def _steps(laid: Laid, arguments: dict[str, Any]) -> Burst:
+    marks = gpu.Marks()
+    marks()
+    with laid.context():
+        call(laid.pipe, arguments, STEPS, lambda _step, _latents: marks())
+    return Burst(marks.gaps()[WARM:], STEPS)
+
+
+def _lay_floor(shape: Shape, bursts: Bursts) -> None:
+    row, before = shape.rows["floor"], gpu.allocated()
+    gpu.reset_peaks()
+    step, row.more["attention"] = step_of(shape.parts)
+    bursts["floor"] = partial(repeated, partial(_replays, gpu.capture(step)))
+    row.peak_bytes = gpu.peaks()[0] - before
+
+
+def _replays(replay: Callable[[], None]) -> Burst:
+    marks = gpu.Marks()
+    marks()
+    for _ in range(STEPS):
+        replay()
+        marks()
+    return Burst(marks.gaps()[WARM:], STEPS)
+
+
+def count(shape: Shape) -> None:
+    """Launches a step of every plan that was measured; each is laid anew."""
+    for row in (row for row in shape.rows.values() if row.error is None):
+        with SideBySide(shape.workload) as bench:
+            try:
+                if row.plan == "floor":
+                    row.launches = kernels.of(gpu.capture(step_of(shape.parts)[0]))
+                else:
+                    row.launches = kernels.of_a_step(bench.lay(row.plan), shape.arguments)
+            except Exception as error:
+                row.more["not_counted"] = table.why(error)
 
 
 def main(
     model: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(WORKLOADS))] = ",".join(WORKLOADS),
-    size: Annotated[str, typer.Option(help="Comma-separated WIDTHxHEIGHT")] = "1024x1024",
-    batch: Annotated[str, typer.Option(help="Comma-separated batch sizes")] = "1",
-    seconds: Annotated[float, typer.Option(help="How long each column runs")] = 6.0,
+    plans: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(PLANS))] = "stock,compile,exact",
+    size: Annotated[str, typer.Option(help="Comma-separated WIDTHxHEIGHT")] = "1024x1024,512x512",
+    batch: Annotated[str, typer.Option(help="Comma-separated batch sizes")] = "1,4",
+    seconds: Annotated[float, typer.Option(help="How long each plan runs for, at least")] = 6.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here")] = None,
 ) -> None:
-    """Stock and exact side by side. Example: python -m benchmarks step --model flux.1-dev --size 1024x1024"""
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("the step benchmark needs a CUDA GPU; none is visible")
-    rows = []
-    for name in model.split(","):
-        if name not in WORKLOADS:
-            raise typer.BadParameter(f"unknown model {name!r}; known: {', '.join(WORKLOADS)}")
-        for shape in size.split(","):
-            width, _, height = shape.partition("x")
-            for count in batch.split(","):
-                rows += measure(name, (int(width), int(height)), int(count), seconds)
-                gc.collect()  # the last pipeline, before the next one measures its memory
-                torch.cuda.empty_cache()
-                for row in rows[-2:]:
-                    ratio = f"{row['speedup']:.2f}x" if row["speedup"] else ""
-                    typer.echo(
-                        f"{row['model']} {row['size']} batch {row['batch']} {row['plan']:6} {row['ms']:8.2f} ms "
-                        f"{row['spread']} {row['launches']} launches {row['joules']} J "
-                        f"{row['peak_bytes'] / 2**30:.2f} GiB error {row['rel_error']:.2e} {ratio}"
-                    )
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps({**environment(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    """Plans side by side with the floor. Example: python -m benchmarks step --model flux.1-dev --size 1024x1024"""
+    models = given.names(model, tuple(WORKLOADS), "model")
+    chosen = given.names(plans, PLANS, "plan")
+    shapes = [(pair, number) for pair in given.sizes(size) for number in given.batches(batch)]
+    given.seconds(seconds)
+    given.destination(json_file)
+    given.need_gpu("step")
+    results = Results(json_file)
+    finished: list[dict[str, Row]] = []
+
+    def first(shape: Shape) -> None:
+        measure(shape, seconds)
+        finished.append(shape.rows)
+        results.add(shape.rows.values())
+        table.show(shape.rows.values())
+
+    def second(shape: Shape) -> None:
+        shape.rows = finished.pop(0)
+        count(shape)
+        results.save()
+        table.show_launches(shape.rows.values())
+
+    with empty_caches():
+        _each(models, shapes, chosen, first)
+        kernels.prepare()
+        _each(models, shapes, chosen, second)
+
+
+def _each(
+    models: list[str], shapes: list[tuple[given.Size, int]], plans: list[str], action: Callable[[Shape], None]
+) -> None:
+    for name in models:
+        workload = WORKLOADS[name]()
+        for size, batch in shapes:
+            action(Shape(workload, size, batch, plans))
+            gpu.free()
+        del workload
+        gpu.free()

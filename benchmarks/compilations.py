@@ -1,0 +1,53 @@
+"""Counts of the Triton kernels that this process compiled, or loaded from the cache on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Compilations:
+    """Since the `with` block began.
+
+    Attributes:
+        compiled: kernels that went through the compiler.
+        loaded: kernels that this process used for the first time and found in the cache on disk.
+    """
+
+    compiled: int = 0
+    loaded: int = 0
+
+
+@contextmanager
+def compilations() -> Iterator[Compilations]:
+    """Triton tells its listener of each kernel variant that was not in this process's memory yet."""
+    import triton
+
+    knobs: Any = triton.knobs.compilation
+    before, counts = knobs.listener, Compilations()
+
+    def listener(*, cache_hit: bool, **_: Any) -> None:
+        if cache_hit:
+            counts.loaded += 1
+        else:
+            counts.compiled += 1
+
+    knobs.listener = listener
+    try:
+        yield counts
+    finally:
+        knobs.listener = before
+
+
+def variants() -> int:
+    """Variants of fusedit's kernels that this process holds, however it came by them."""
+    from triton.runtime.jit import JITFunction
+
+    from fusedit import ops
+
+    modules = [__import__(f"fusedit.ops.{name}", fromlist=["kernels"]) for name in ops.registry()]
+    kernels = {id(v): v for module in modules for v in vars(module).values() if isinstance(v, JITFunction)}
+    return sum(len(kept[0]) for kernel in kernels.values() for kept in kernel.device_caches.values())

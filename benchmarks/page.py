@@ -1,0 +1,87 @@
+"""docs/performance.md and its chart, made from results files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from benchmarks import sections
+from benchmarks.chart import chart
+from benchmarks.environment import ROOT
+from benchmarks.newest import Entry, Newest
+from benchmarks.results import Run, read
+from fusedit.errors import UsageError
+from fusedit.files import check_folder, write_together
+
+RESULTS: Final = ROOT / "benchmarks" / "results"
+INTRODUCTION: Final = """\
+# Performance
+
+Made by `python -m benchmarks page` from [benchmarks/results](../benchmarks/results); edit neither by hand. **All
+weights are random**: that is right for speed, memory and numerical error, and there are no pictures to look at. How to
+measure again is [below](#measure-again).
+
+Rows that stand side by side are from one process in which the plans took turns. A ratio stands only where the check
+of that row is green and stock was measured in the same run. Of several measurements the newest is shown.
+"""
+SECTIONS: Final[dict[str, Callable[[Newest, list[Entry]], str]]] = {
+    "step": sections.step,
+    "launches": sections.launches,
+    "image": sections.image,
+    "cold-start": sections.cold_start,
+    "new-size": sections.new_size,
+    "ops": sections.ops,
+}
+AGAIN: Final = """\
+## Measure again
+
+    python -m benchmarks step --model flux.1-dev,z-image-turbo --size 1024x1024,512x512 --batch 1,4 --json FILE
+    python -m benchmarks launches --json FILE      # kernel launches of one block
+    python -m benchmarks image --json FILE         # whole pictures with text encoders and VAE
+    python -m benchmarks cold-start --json FILE    # from a fresh process to the first step
+    python -m benchmarks ops --json FILE           # each op against plain torch and the card's ceilings
+    python -m benchmarks page                      # this page, from every file in benchmarks/results
+
+They need one CUDA GPU. A plan that does not fit into its memory gets a row that says so.
+"""
+
+
+def pages(runs: Sequence[Run]) -> dict[str, str]:
+    """File name -> content, for the page and the charts it shows."""
+    newest = Newest(runs)
+    files: dict[str, str] = {}
+    parts = [INTRODUCTION]
+    for place, device in enumerate(newest.devices):
+        name = "performance.svg" if place == 0 else f"performance-{place + 1}.svg"
+        if len(newest.devices) > 1:
+            parts.append(f"# {device}\n")
+        if newest.of(device, "step"):
+            files[name] = chart(newest, device)
+            parts.append(f"![Milliseconds a denoising step, by plan]({name})\n")
+        known = [benchmark for benchmark in SECTIONS if newest.of(device, benchmark)]
+        others = [b for b in newest.benchmarks(device) if b not in SECTIONS and b != "ceiling"]
+        for benchmark in known + others:
+            section = SECTIONS.get(benchmark, sections.timed)
+            parts.append(section(newest, newest.of(device, benchmark)))
+    parts += [sections.measured_on(newest), AGAIN]
+    files["performance.md"] = "\n".join(parts)
+    return files
+
+
+def main(
+    results: Annotated[
+        list[Path] | None, typer.Argument(help="Results files; default: all in benchmarks/results")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write to")] = ROOT / "docs",
+) -> None:
+    """Write docs/performance.md from results. Example: python -m benchmarks page"""
+    paths = results or sorted(RESULTS.glob("*.json"))
+    if not paths:
+        raise UsageError(f"there is no results file in {str(RESULTS)!r}; name one, or measure first")
+    check_folder(out)
+    files = pages(read(paths))
+    write_together({out / name: text.encode() for name, text in files.items()})
+    typer.echo(", ".join(str(out / name) for name in sorted(files)))

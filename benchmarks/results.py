@@ -1,0 +1,139 @@
+"""Results: one type of row for every benchmark, written whole or not at all, and read back for the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.environment import environment
+from fusedit.errors import UsageError
+from fusedit.files import json_bytes, write_together
+
+SLACK: Final = 1.05
+"""How much further from fp32 than stock in the same dtype a row may be."""
+
+
+@dataclass
+class Row:
+    """What one plan did in one benchmark.
+
+    Attributes:
+        benchmark: `step`, `launches`, `cold-start`, `new-size`, `image` or `ops`.
+        model: a workload's name; in `ops` the op's.
+        size: `WIDTHxHEIGHT`; in `ops` the case.
+        plan: `stock`, `compile`, `exact`, `floor`, ...
+        variant: what else tells two rows apart, for example the state of a cache.
+        ms: median of the sustained part.
+        spread: 5 and 95 % of the same values.
+        floor_ms: the same step's matrix products and attention alone, in the same run.
+        launches: kernels a step.
+        joules: a step, or a picture.
+        peak_bytes: the most this plan needs, without what the others in the process hold.
+        rel_error: relative L2 of one step against stock in fp32; `stock_rel_error` that of stock in bf16.
+        correct: whether the former is at most 5 % above the latter; None where it was not checked.
+        error: why there is no measurement.
+        more: further keys of this benchmark.
+    """
+
+    benchmark: str
+    model: str
+    size: str
+    batch: int
+    plan: str
+    variant: str = ""
+    ms: float | None = None
+    spread: tuple[float, float] | None = None
+    floor_ms: float | None = None
+    launches: float | None = None
+    joules: float | None = None
+    peak_bytes: int | None = None
+    rel_error: float | None = None
+    stock_rel_error: float | None = None
+    correct: bool | None = None
+    error: str | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, str, int, str, str]:
+        return (self.benchmark, self.model, self.size, self.batch, self.plan, self.variant)
+
+    @property
+    def of_floor(self) -> float | None:
+        """How many times as long as the floor; None beside a check that is red or was not made."""
+        return None if self.ms is None or not self.floor_ms or not self.correct else self.ms / self.floor_ms
+
+    def judge(self, error: float | None, stock: float | None) -> None:
+        """Set the errors and the verdict; NaN is never correct."""
+        self.rel_error, self.stock_rel_error = error, stock
+        self.correct = None if error is None or stock is None else error <= SLACK * stock
+
+    def faster_than(self, stock: Row | None) -> float | None:
+        """How many times as fast as `stock`; None beside a check that is red or was not made."""
+        if stock is None or not self.ms or not stock.ms or not self.correct or self.error or stock.error:
+            return None
+        return stock.ms / self.ms
+
+    def to_dict(self) -> dict[str, Any]:
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "more"}
+        for name in ("variant", "error"):
+            if not data[name]:
+                del data[name]
+        if self.of_floor is not None:
+            data["of_floor"] = round(self.of_floor, 3)
+        return {**data, **self.more}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Row:
+        known = {f.name for f in fields(cls)} - {"more"}
+        own = {key: value for key, value in data.items() if key in known}
+        more = {key: value for key, value in data.items() if key not in known and key != "of_floor"}
+        return cls(**own, more=more)
+
+
+class Results:
+    """The rows of one run and the file they go to, which always holds everything added so far."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        self._environment = environment()
+
+    def add(self, rows: Iterable[Row]) -> None:
+        self.rows += rows
+        self.save()
+
+    def save(self) -> None:
+        if self.path is not None:
+            data = {**self._environment, "rows": [row.to_dict() for row in self.rows]}
+            write_together({self.path: json_bytes(data)})
+
+
+@dataclass(frozen=True)
+class Run:
+    """A results file that was read."""
+
+    name: str
+    environment: dict[str, Any]
+    rows: tuple[Row, ...]
+
+    @property
+    def when(self) -> str:
+        return str(self.environment.get("time") or self.environment["date"])
+
+
+def read(paths: Sequence[Path]) -> list[Run]:
+    """Runs, oldest first."""
+    runs = []
+    for path in paths:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            rows = tuple(Row.from_dict(row) for row in data.pop("rows"))
+            run = Run(path.name, data, rows)
+            runs.append((run.when, run.name, run))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise UsageError(f"{str(path)!r} is no results file of these benchmarks ({reason})") from None
+    return [run for _, _, run in sorted(runs, key=lambda item: item[:2])]

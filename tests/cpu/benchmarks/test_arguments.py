@@ -1,0 +1,117 @@
+"""Wrong use: one sentence on standard error, exit code 2, before anything is measured or written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import arguments, gpu
+from benchmarks.__main__ import app
+from fusedit.errors import ArgumentError
+
+COMMANDS = ("step", "launches", "cold-start", "image", "ops")
+
+
+def refused(*line: str) -> str:
+    result = CliRunner().invoke(app, list(line))
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("benchmarks: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "present", lambda: False)
+    assert f"the {command} benchmark needs a CUDA GPU and none is visible" in refused(command)
+
+
+@pytest.mark.parametrize("command", ["step", "launches", "cold-start", "image"])
+def test_unknown_names(command: str) -> None:
+    assert "unknown model 'flux.2'; known: flux.1-dev, z-image-turbo" in refused(command, "--model", "flux.2")
+    assert "unknown model ''" in refused(command, "--model", "flux.1-dev,")
+    assert "unknown plan 'fast'; known: stock, compile, compile-whole, exact" in refused(command, "--plans", "fast")
+
+
+def test_unknown_op() -> None:
+    assert "unknown op 'nope'; known: attention" in refused("ops", "--op", "nope")
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ("1000x1000", "a side of 1000; sides are multiples of 16 up to 4096"),
+        ("0x512", "a side of 0"),
+        ("512x8192", "a side of 8192"),
+        ("abc", "'abc' is not WIDTHxHEIGHT"),
+        ("", "'' is not WIDTHxHEIGHT"),
+        ("512", "'512' is not WIDTHxHEIGHT"),
+        ("-512x512", "'-512x512' is not WIDTHxHEIGHT"),
+        ("512x512,", "'' is not WIDTHxHEIGHT"),
+    ],
+)
+@pytest.mark.parametrize("command", ["step", "launches", "image"])
+def test_sizes(command: str, size: str, said: str) -> None:
+    assert said in refused(command, "--size", size)
+
+
+@pytest.mark.parametrize("batch", ["0", "65", "x", "", "1.5", "-1"])
+def test_batches(batch: str) -> None:
+    assert f"batch {batch!r} is not a whole number from 1 to 64" in refused("step", "--batch", batch)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "601"])
+def test_seconds(seconds: str) -> None:
+    assert "give a number above 0 and up to 600" in refused("step", "--seconds", seconds)
+
+
+def test_pictures() -> None:
+    assert "pictures is 0" in refused("image", "--pictures", "0")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_file_that_cannot_be_written_is_found_first(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "present", lambda: pytest.fail("looked for a GPU first"))
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is not a folder" in refused(command, "--json", str(file / "rows.json"))
+    assert "does not end in .json" in refused(command, "--json", str(tmp_path / "rows.txt"))
+    (tmp_path / "folder.json").mkdir()
+    assert "is a folder" in refused(command, "--json", str(tmp_path / "folder.json"))
+    (tmp_path / "other.json").write_text('{"schema": 1}')
+    assert "is not from fusedit" in refused(command, "--json", str(tmp_path / "other.json"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder.json", "other.json"]
+
+
+def test_what_is_right_is_read() -> None:
+    assert arguments.sizes("1024x1024, 512x768") == [(1024, 1024), (512, 768)]
+    assert arguments.batches("1,4,1") == [1, 4]
+    assert arguments.names("b,a,b", ("a", "b"), "letter") == ["b", "a"]
+
+
+def test_a_results_file_may_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    assert arguments.destination(path) == path
+    assert not path.exists()
+    path.write_text('{"device": "x", "rows": []}')
+    assert arguments.destination(path) == path
+    assert arguments.destination(None) is None
+
+
+def test_a_defect_keeps_its_traceback() -> None:
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        arguments.reporting(broken)()
+
+    def wrong() -> None:
+        raise ArgumentError("too  big\nby far")
+
+    with pytest.raises(BaseException, match="2"):
+        arguments.reporting(wrong)()

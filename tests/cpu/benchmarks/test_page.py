@@ -1,0 +1,193 @@
+"""The page: equal to what the committed results give, newest rows, and no ratio beside a red check."""
+
+from __future__ import annotations
+
+import itertools
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_workloads import ENVIRONMENT
+from typer.testing import CliRunner
+
+from benchmarks import page
+from benchmarks.__main__ import app
+from benchmarks.environment import ROOT
+from benchmarks.page import RESULTS, pages
+from benchmarks.results import Results, Row, Run, read
+
+
+def rows(exact_error: float = 0.1, benchmark: str = "step", **changes: Any) -> tuple[Row, ...]:
+    made = []
+    for plan, ms, error in (("stock", 20.0, 0.1), ("compile", 15.0, 0.1), ("exact", 10.0, exact_error)):
+        row = Row(benchmark, "flux.1-dev", "512x512", 1, plan, ms=ms, spread=(ms - 1, ms + 1), floor_ms=8.0)
+        row.launches, row.joules, row.peak_bytes = 1234.0, 9.5, 3 * 2**30
+        row.judge(error, 0.1)
+        made.append(row)
+    floor = Row(benchmark, "flux.1-dev", "512x512", 1, "floor", ms=8.0, spread=(7.9, 8.1), floor_ms=8.0)
+    for row in (*made, floor):
+        for name, value in changes.items():
+            setattr(row, name, value)
+    return (*made, floor)
+
+
+def run(name: str, *found: Row, **where: Any) -> Run:
+    return Run(name, {**ENVIRONMENT, **where}, found)
+
+
+def line(text: str, *words: str) -> str:
+    (found,) = [row for row in text.splitlines() if row.startswith("|") and all(f"| {word} |" in row for word in words)]
+    return found
+
+
+def test_the_committed_page_is_made_from_the_committed_results() -> None:
+    made = pages(read(sorted(RESULTS.glob("*.json"))))
+    assert "performance.md" in made
+    for name, text in made.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, "run `python -m benchmarks page`"
+
+
+def test_it_says_where_and_that_weights_are_random() -> None:
+    text = pages([run("a.json", *rows())])["performance.md"]
+    assert "**All weights are random**" in text.replace("\n", " ")
+    for word in ("Paper GPU, 100 W", "1.2.3", "torch 2.0", "2026-01-02", "`0123456789ab`", "a.json"):
+        assert word in text
+
+
+def test_a_green_row_has_its_ratios() -> None:
+    text = pages([run("a.json", *rows())])["performance.md"]
+    cells = ["512x512", "1", "exact", "10.0 (9.0 to 11.0)", "2.00x", "1.250", "1,234", "9.5", "3.00"]
+    assert line(text, "exact") == "| " + " | ".join([*cells, "0.1000 / 0.1000", "green", "–", "1"]) + " |"
+    assert "| 1.33x |" in line(text, "compile")
+    assert "x |" not in line(text, "stock")
+    assert "| – | – | 1 |" in line(text, "floor")
+
+
+@pytest.mark.parametrize("benchmark", ["step", "image", "vae-decode"])
+def test_no_ratio_beside_a_red_row(benchmark: str) -> None:
+    files = pages([run("a.json", *rows(exact_error=0.2, benchmark=benchmark))])
+    red = line(files["performance.md"], "exact")
+    assert "**red**" in red
+    assert "2.00" not in red
+    assert "1.250" not in red
+    if benchmark == "step":
+        assert "check failed" in files["performance.svg"]
+        assert "2.00x" not in files["performance.svg"]
+
+
+def test_a_row_that_was_not_checked_or_not_measured_has_none_either() -> None:
+    unchecked = line(pages([run("a.json", *rows(correct=None))])["performance.md"], "exact")
+    assert "not checked" in unchecked
+    assert "2.00x" not in unchecked
+    failed = pages([run("a.json", *rows(error="out of memory", ms=None))])["performance.md"]
+    assert "| out of memory |" in line(failed, "exact")
+
+
+def test_the_newest_row_wins_and_is_compared_with_its_own_run_only() -> None:
+    old = run("old.json", *rows(), time="2026-01-01T00:00:00+00:00")
+    again = [row for row in rows() if row.plan == "exact"]
+    again[0].ms = 5.0
+    text = pages([old, run("new.json", *again)])["performance.md"]
+    exact = line(text, "exact")
+    assert "| 5.0 (" in exact
+    assert "x |" not in exact
+    assert exact.endswith("| 2 |")
+    assert line(text, "stock").endswith("| 1 |")
+    both = pages([old, run("new.json", *rows())])["performance.md"]
+    assert "old.json" not in both
+    assert "2.00x" in line(both, "exact")
+
+
+def test_two_models_measured_apart_are_one_page() -> None:
+    other = rows(model="z-image-turbo")
+    text = pages([run("a.json", *rows()), run("b.json", *other)])["performance.md"]
+    assert text.index("### flux.1-dev") < text.index("### z-image-turbo")
+    assert text.count("2.00x") == 2
+
+
+def test_two_devices_have_a_part_each() -> None:
+    files = pages([run("a.json", *rows()), run("b.json", *rows(), device="Other GPU")])
+    assert files.keys() == {"performance.md", "performance.svg", "performance-2.svg"}
+    text = files["performance.md"]
+    assert text.index("# Paper GPU") < text.index("# Other GPU")
+    assert "Other GPU" in files["performance-2.svg"]
+
+
+def test_the_chart_is_an_image_that_is_readable_on_light_and_dark() -> None:
+    svg = pages([run("a.json", *rows())])["performance.svg"]
+    root = ET.fromstring(svg)
+    assert root.tag.endswith("svg")
+    assert "prefers-color-scheme: dark" in svg
+    bars = {e.get("class"): float(str(e.get("width"))) for e in root.iter() if e.tag.endswith("rect")}
+    assert bars["stock"] == 2 * bars["exact"]
+    (floor,) = [e for e in root.iter() if e.get("class") == "floor"]
+    left = min(float(str(e.get("x"))) for e in root.iter() if e.get("class") == "exact")
+    assert float(str(floor.get("x1"))) - left == pytest.approx(0.8 * bars["exact"], abs=0.2)
+    texts = [e.text for e in root.iter() if e.tag.endswith("text")]
+    assert "10.0 ms, 2.00x" in texts
+
+
+def test_every_benchmark_has_its_section() -> None:
+    launches = Row("launches", "flux.1-dev", "512x512", 1, "exact", "double", launches=17.0)
+    cold = Row("cold-start", "flux.1-dev", "1024x1024", 1, "exact", "empty cache", ms=2000.0)
+    cold.more = {"import_s": 9.0, "load_s": 4.0, "ready_s": 2.0, "kernels_compiled": 11, "kernels_loaded": 0}
+    new = Row("new-size", "flux.1-dev", "256x256", 2, "exact", "1+512 tokens", ms=30.0)
+    new.more = {"first_step_ms": 80.0, "plan_ms": 50.0, "kernels_compiled": 0, "new_variants": 0}
+    image = [Row("image", "flux.1-dev", "1024x1024", 1, plan, ms=ms) for plan, ms in (("stock", 6e3), ("exact", 4e3))]
+    for row in image:
+        row.judge(0.1, 0.1)
+        row.more = {"text_s": 0.05, "denoise_s": 3.0, "vae_s": 0.1, "steps": 28}
+    ceiling = Row("ceiling", "copy and product", "", 1, "plain", more={"tb_s": 4.17, "tflop_s": 748.0})
+    ops = [
+        Row("ops", "swiglu", "z-image", 1, plan, ms=ms, correct=True) for plan, ms in (("plain", 0.3), ("fused", 0.1))
+    ]
+    for row in ops:
+        row.more = {"tb_s": 3.5, "percent_of_ceiling": 84.0}
+    vae = rows(benchmark="vae-decode", model="flux-vae")
+    text = pages([run("a.json", launches, cold, new, *image, ceiling, *ops, *vae)])["performance.md"]
+    assert "| flux.1-dev | double | exact | 17 | 1 |" in text
+    assert "| flux.1-dev | exact | empty | 9.00 | 4.00 | 2.00 | 11 | 0 | 1 |" in text
+    assert "| flux.1-dev | 256x256 | 1, 512 | 80.0 | 30.0 | 50.0 | 0 | 0 | 1 |" in text
+    assert "| 28 | exact | 4.000 | 1.50x | 0.050 | 3.000 | 0.100 |" in text
+    assert "| swiglu | z-image | 0.1000 | 0.3000 | 3.00x | 3.50 TB/s | 84 % | green | 1 |" in text
+    assert "4.17 TB/s" in text
+    assert "## vae-decode\n" in text
+    assert "## ceiling" not in text
+
+
+def test_a_red_op_has_no_ratio() -> None:
+    ops = [
+        Row("ops", "swiglu", "z-image", 1, plan, ms=ms, correct=correct, more={"tb_s": 3.5, "percent_of_ceiling": 84.0})
+        for plan, ms, correct in (("plain", 0.3, True), ("fused", 0.1, False))
+    ]
+    found = line(pages([run("a.json", *ops)])["performance.md"], "swiglu")
+    assert "**red**" in found
+    assert "x |" not in found
+    assert "%" not in found
+
+
+def test_failures_of_every_benchmark_are_shown() -> None:
+    found = [
+        Row(benchmark, "flux.1-dev", f"{place}x{place}", 1, "fused" if benchmark == "ops" else "exact", error="no luck")
+        for place, benchmark in enumerate(("step", "launches", "image", "cold-start", "new-size", "ops", "vae-encode"))
+    ]
+    text = pages([run("a.json", *found)])["performance.md"]
+    assert text.count("| no luck |") == len(found)
+    heads = [row for row in text.splitlines() if row.startswith("|")]
+    for above, below in itertools.pairwise(heads):
+        if "---" in above or "no luck" in below:
+            assert above.count("|") == below.count("|")
+
+
+def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Results(tmp_path / "a.json")
+    kept.add(rows())
+    out = tmp_path / "docs"
+    result = CliRunner().invoke(app, ["page", str(tmp_path / "a.json"), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert sorted(p.name for p in out.iterdir()) == ["performance.md", "performance.svg"]
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "none")
+    result = CliRunner().invoke(app, ["page", "--out", str(out)])
+    assert result.exit_code == 2
+    assert "there is no results file" in result.stderr
