@@ -87,7 +87,7 @@ def l2_bytes() -> int:
 
 
 def capture(run: Callable[[], Any]) -> Callable[[], None]:
-    """`run` as one CUDA graph; what it returns keeps its memory between replays."""
+    """`run` as one CUDA graph; what it reads and what it returns keep their memory between replays."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -98,7 +98,7 @@ def capture(run: Callable[[], Any]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         kept = run()
 
-    def replay(_kept: Any = kept) -> None:
+    def replay(_kept: Any = (run, kept)) -> None:
         graph.replay()
 
     return replay

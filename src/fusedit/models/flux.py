@@ -124,7 +124,7 @@ class Flux(FusedModel):
     def rare(self, x: torch.Tensor) -> None:
         m: Any = self.module
         row = x.new_zeros(1, 1, m.inner_dim)
-        ops.gated_residual(row, row, row[0], out=row)  # with a ControlNet
+        ops.gated_residual(row, row, row[0])  # with a ControlNet
         for block in (*m.transformer_blocks[:1], *m.single_transformer_blocks[:1]):
             wide = x.new_zeros(1, 1, 4 * width_of(block))
             ops.gelu_tanh(wide, out=wide)  # with a LoRA on the feed-forward layer

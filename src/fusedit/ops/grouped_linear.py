@@ -34,6 +34,8 @@ from fusedit.ops._triton import kernel, tl
 Tensor = torch.Tensor
 BLOCK: Final = 128
 """Outputs of one program."""
+ENTRIES: Final = 32
+"""Entries of a table at most."""
 
 
 def reference(
@@ -108,6 +110,8 @@ def check(
         for label, t, shape in (("key", key, (R, Q)), ("keys", keys, (J, R, Q))):
             if t.dtype is not torch.float32 or tuple(t.shape) != shape or t.device != x.device:
                 raise OpError(f"{name}: {label} must be float32{list(shape)} on {x.device}, not {_check.show(t)}")
+        if J > ENTRIES:
+            raise OpError(f"{name}: a table has at most {ENTRIES} entries, not {J}")
         _check.like(name, "table", table, x, (J, R, N))
     return (R, N), (R,)
 
@@ -137,6 +141,7 @@ def _kernel(
     out_row: tl.tensor,
     hit_step: tl.tensor,
     ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     VEC: tl.constexpr,
@@ -150,13 +155,14 @@ def _kernel(
     column = tl.load(place_ptr + tl.program_id(0) * 4 + 3)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = rows < R
-    found = tl.full((ROWS,), -1, tl.int32)
-    for j in range(J):
-        same = inside
-        for q in range(Q):
-            known = tl.load(keys_ptr + (j * R + rows) * Q + q, mask=inside, other=0.0)
-            same = same & (known == tl.load(key_ptr + rows * Q + q, mask=inside, other=1.0))
-        found = tl.where(same, j, found)
+    # All entries at once: one after the other, their loads alone took 0.3 ms on an H200.
+    entries = tl.arange(0, ENTRIES)
+    same = (entries < J)[:, None] & inside[None, :]
+    for q in range(Q):
+        at = (entries[:, None] * R + rows[None, :]) * Q + q
+        known = tl.load(keys_ptr + at, mask=same, other=0.0)
+        same = same & (known == tl.load(key_ptr + rows * Q + q, mask=inside, other=0.0)[None, :])
+    found = tl.max(tl.where(same, entries[:, None], -1), axis=0)
     outputs = first + tl.arange(0, BLOCK)
     mask = inside[:, None] & (outputs < width)[None, :]
     columns = column + tl.arange(0, BLOCK)
@@ -202,7 +208,14 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _constexprs(dtype: torch.dtype, vec: int) -> dict[str, Any]:
     # fp32 products in full precision: tensor cores would round the inputs to tf32.
-    return {"ROWS": 16, "BLOCK": BLOCK, "STEP": 64 if dtype.itemsize == 2 else 32, "VEC": vec, "PRECISION": "ieee"}
+    return {
+        "ROWS": 16,
+        "ENTRIES": ENTRIES,
+        "BLOCK": BLOCK,
+        "STEP": 64 if dtype.itemsize == 2 else 32,
+        "VEC": vec,
+        "PRECISION": "ieee",
+    }
 
 
 def builds() -> list[Build]:

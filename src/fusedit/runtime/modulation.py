@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,20 +29,11 @@ CALLS: Final = 64
 Ahead = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass
-class _Tally:
-    """For each call, whether its rows were found in a table: stays on the device until somebody asks."""
-
-    found: torch.Tensor
-    calls: int = 0
-
-
 class _Table(NamedTuple):
     """The rows of some coming steps: keys [J, B, Q] and values [J, B, N]."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    tally: _Tally
 
 
 class Modulation:
@@ -58,7 +48,9 @@ class Modulation:
         self.cache, self.counters = cache, counters
         self.hits = self.misses = 0
         self.reasons: Counter[str] = Counter()
-        self._tallies: list[_Tally] = []
+        # For each call since the last reading, whether its rows were found: on the device until somebody asks.
+        self._found: torch.Tensor | None = None
+        self._calls = 0
 
     def __call__(
         self,
@@ -94,12 +86,8 @@ class Modulation:
         if table is None:
             y, _ = _grouped(x, weights, biases)
             return y
-        tally = table.tally
-        if tally.calls == len(tally.found):
-            self._read(tally)
-        out = (x.new_empty(x.shape[0], table.values.shape[2]), tally.found[tally.calls])
+        out = (x.new_empty(x.shape[0], table.values.shape[2]), self._place(table.values))
         y, _ = _grouped(x, weights, biases, key, table.keys, table.values, out=out)
-        tally.calls += 1
         run = self.cache.run
         if run is not None and run.step + 1 >= len(run.timesteps):
             self.cache.drop(table)  # the VAE, which comes next, may need the memory
@@ -107,8 +95,7 @@ class Modulation:
 
     def report(self) -> CacheReport:
         """Rows found in tables and rows computed; synchronises with the device."""
-        for tally in self._tallies:
-            self._read(tally)
+        self._read()
         tables = [value for value in self.cache.values() if isinstance(value, _Table)]
         size = sum(table.values.nbytes + table.keys.nbytes for table in tables)
         entries = sum(table.keys.shape[0] * table.keys.shape[1] for table in tables)
@@ -147,20 +134,27 @@ class Modulation:
         def make() -> _Table:
             keys, x = ahead(timesteps)
             values = _grouped(x, weights, biases)[0].view(*keys.shape[:2], -1)
-            return _Table(keys, values, _Tally(values.new_zeros(CALLS, batch)))
+            return _Table(keys, values)
 
-        table, kept = self.cache.get(make, watched, owner, (first, steps, batch, weights[0].dtype))
-        if not kept:
-            self._tallies.append(table.tally)
-            if len(self._tallies) > 16:  # long before, so that reading it waits for nothing
-                self._read(self._tallies.pop(0))
+        table, _ = self.cache.get(make, watched, owner, (first, steps, batch, weights[0].dtype))
         return table  # type: ignore[no-any-return]
 
-    def _read(self, tally: _Tally) -> None:
-        found = int(tally.found[: tally.calls].sum())
-        self.hits += found
-        self.misses += tally.calls * tally.found.shape[1] - found
-        tally.calls = 0
+    def _place(self, values: torch.Tensor) -> torch.Tensor:
+        """Where a call says which of its rows it found in a table of these values [J, B, N]: [B]."""
+        found, batch = self._found, values.shape[1]
+        same = found is not None and (found.shape[1], found.dtype, found.device) == (batch, values.dtype, values.device)
+        if found is None or not same or self._calls == CALLS:
+            self._read()
+            found = self._found = values.new_empty(CALLS, batch)
+        self._calls += 1
+        return found[self._calls - 1]
+
+    def _read(self) -> None:
+        if self._found is not None and self._calls:
+            found = int(self._found[: self._calls].sum())
+            self.hits += found
+            self.misses += self._calls * self._found.shape[1] - found
+            self._calls = 0
 
 
 def _grouped(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
