@@ -123,6 +123,8 @@ class StepGraphs:
         if not self.enabled or not given[0].is_cuda:
             self.clear()
             return body(given)
+        if refused:
+            self._drop()  # weights that move leave no graph that could be used again
         with torch.cuda.device(given[0].device):
             return self._run(key, module, given, body, refused or _why_eager(given))
 
