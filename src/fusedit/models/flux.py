@@ -200,6 +200,8 @@ class Flux(FusedModel):
         m: Any = self.module
         batch, dtype = x.shape[0], x.dtype
         condition = F.silu(self._condition(dtype, timestep, guidance, pooled))
+        if condition.shape[0] != batch:
+            condition = condition.expand(batch, -1)
         doubles, singles = list(m.transformer_blocks), list(m.single_transformer_blocks)
         norms = [norm for block in doubles for norm in (block.norm1, block.norm1_context)]
         norms += [block.norm for block in singles] + [m.norm_out]
@@ -214,7 +216,7 @@ class Flux(FusedModel):
         def ahead(timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             coming = timesteps[:, None].expand(-1, batch).to(dtype) / 1000  # as every FLUX pipeline does
             guides = None if guidance is None else guidance.expand(batch).repeat(len(coming))
-            pools = None if pooled is None else pooled.repeat(len(coming), 1)
+            pools = None if pooled is None else pooled.expand(batch, -1).repeat(len(coming), 1)
             return torch.stack(list(map(key, coming))), F.silu(self._condition(dtype, coming.flatten(), guides, pools))
 
         return self.modulation(

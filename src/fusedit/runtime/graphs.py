@@ -126,7 +126,7 @@ class StepGraphs:
         if refused:
             self._drop()  # weights that move leave no graph that could be used again
         with torch.cuda.device(given[0].device):
-            return self._run(key, module, given, body, refused or _why_eager(given))
+            return self._run(key, module, given, body, refused or _capturing())
 
     def _run(self, key: Hashable, module: nn.Module, given: Tensors, body: Body, reason: str) -> torch.Tensor:
         full = (key, tuple((t.shape, t.stride(), t.dtype, t.device) for t in given))
@@ -205,12 +205,8 @@ class StepGraphs:
             self._shapes.popitem(last=False)
 
 
-def _why_eager(inputs: Tensors) -> str:
-    if torch.cuda.is_current_stream_capturing():
-        return "the caller is capturing a graph"
-    if any(t.is_inference() for t in inputs) and not torch.is_inference_mode_enabled():
-        return "inputs made under inference_mode"
-    return ""
+def _capturing() -> str:
+    return "the caller is capturing a graph" if torch.cuda.is_current_stream_capturing() else ""
 
 
 def _timed(body: Body, given: Tensors) -> tuple[torch.Tensor, str]:
@@ -229,20 +225,22 @@ def _timed(body: Body, given: Tensors) -> tuple[torch.Tensor, str]:
 
 
 def _captured(given: Tensors, body: Body, pool: Any, counted: Counters) -> _Graph:
-    inputs = tuple(t.clone() for t in given)
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
     new_stream: Any = torch.cuda.Stream
     stream = new_stream()
-    with _no_collection(), torch.cuda.stream(stream):
-        # Other threads may go on working with the GPU meanwhile.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            output = body(inputs)
-            graph.capture_end()
-        except BaseException:
-            _abandon(graph, pool)
-            raise
+    # Not in inference mode: what is made in it could not be written outside of it, by a later replay.
+    with torch.inference_mode(False), torch.no_grad(), _no_collection():
+        inputs = tuple(t.clone() for t in given)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            # Other threads may go on working with the GPU meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                output = body(inputs)
+                graph.capture_end()
+            except BaseException:
+                _abandon(graph, pool)
+                raise
     return _Graph(graph, inputs, output, counted)
 
 

@@ -30,8 +30,9 @@ Ahead = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Table(NamedTuple):
-    """The rows of some coming steps: keys [J, B, Q] and values [J, B, N]."""
+    """The rows of the coming steps from `first` on: keys [J, B, Q] and values [J, B, N]."""
 
+    first: int
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -96,10 +97,13 @@ class Modulation:
     def report(self) -> CacheReport:
         """Rows found in tables and rows computed; synchronises with the device."""
         self._read()
-        tables = [value for value in self.cache.values() if isinstance(value, _Table)]
+        tables = self._tables()
         size = sum(table.values.nbytes + table.keys.nbytes for table in tables)
         entries = sum(table.keys.shape[0] * table.keys.shape[1] for table in tables)
         return CacheReport("modulation rows", self.hits, self.misses, entries, ROWS, size, dict(self.reasons))
+
+    def _tables(self) -> list[_Table]:
+        return [value for value in self.cache.values() if isinstance(value, _Table)]
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -134,8 +138,11 @@ class Modulation:
         def make() -> _Table:
             keys, x = ahead(timesteps)
             values = _grouped(x, weights, biases)[0].view(*keys.shape[:2], -1)
-            return _Table(keys, values)
+            return _Table(first, keys, values)
 
+        for former in self._tables():
+            if former.first != first:
+                self.cache.drop(former)
         table, _ = self.cache.get(make, watched, owner, (first, steps, batch, weights[0].dtype))
         return table  # type: ignore[no-any-return]
 
@@ -145,7 +152,8 @@ class Modulation:
         same = found is not None and (found.shape[1], found.dtype, found.device) == (batch, values.dtype, values.device)
         if found is None or not same or self._calls == CALLS:
             self._read()
-            found = self._found = values.new_empty(CALLS, batch)
+            with torch.inference_mode(False):  # else no later call outside of it could write here
+                found = self._found = values.new_empty(CALLS, batch)
         self._calls += 1
         return found[self._calls - 1]
 
