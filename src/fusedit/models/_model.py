@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from fusedit.runtime.counters import Counters
 from fusedit.runtime.graphs import StepGraphs
 from fusedit.runtime.hoist import RunCache
 from fusedit.runtime.modulation import Modulation
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,32 @@ class Rewrite:
     name: str
     exactness: str
     summary: str
+
+
+class Followed(Generic[T]):
+    """What a model keeps for each block of its module, which may be replaced at any time.
+
+    Args:
+        make: a block -> what is kept for it.
+        let_go: called with what was kept for a block that is gone.
+    """
+
+    def __init__(self, make: Callable[[Any], T], let_go: Callable[[T], None]) -> None:
+        self._make, self._let_go = make, let_go
+        self._kept: list[tuple[Any, T]] = []
+
+    def __call__(self, blocks: Iterable[Any]) -> list[T]:
+        """What is kept for each of these blocks, in their order."""
+        blocks = list(blocks)
+        if len(blocks) != len(self._kept) or any(a is not b for a, (b, _) in zip(blocks, self._kept, strict=True)):
+            before = {id(block): value for block, value in self._kept}
+            self._kept = [(b, before.pop(id(b)) if id(b) in before else self._make(b)) for b in blocks]
+            for value in before.values():
+                self._let_go(value)
+        return self.values()
+
+    def values(self) -> list[T]:
+        return [value for _, value in self._kept]
 
 
 class FusedModel(ABC):

@@ -21,11 +21,11 @@ from torch.nn import functional as F
 from fusedit import ops
 from fusedit.models._attention import attention_reason
 from fusedit.models._flux_parts import Residuals, Six, Vectors, scratch_part, width_of
-from fusedit.models._model import FusedModel, Rewrite
+from fusedit.models._model import Followed, FusedModel, Rewrite
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
-from fusedit.runtime.linear import PackedLinear, linear
+from fusedit.runtime.linear import PackedLinear, Part, linear
 from fusedit.runtime.lora_scale import lora_scaled
 from fusedit.runtime.modulation import separate
 
@@ -102,17 +102,17 @@ class Flux(FusedModel):
         self.copy_gelu = self.site("flux.gelu", ops.copy_gelu)
         self.linear_gelu = self.site("flux.gelu", ops.linear_gelu)
         self.attention = self.site("flux.attention", ops.attention)
-        stock: Any = module
-        self.image_qkv = [self._packed(block.attn, _IMAGE) for block in stock.transformer_blocks]
-        self.text_qkv = [self._packed(block.attn, _TEXT) for block in stock.transformer_blocks]
-        self.qkv_mlp = [_SingleInput(block, self) for block in stock.single_transformer_blocks]
+        self.image_qkv = Followed(lambda block: self._packed(Part(block, "attn"), _IMAGE), PackedLinear.unpack)
+        self.text_qkv = Followed(lambda block: self._packed(Part(block, "attn"), _TEXT), PackedLinear.unpack)
+        self.qkv_mlp = Followed(lambda block: _SingleInput(block, self), lambda single: single.product.unpack())
 
     def _packed(self, parent: Any, names: tuple[str, ...]) -> PackedLinear:
         rewrite = "flux.packed_qkv"
         return PackedLinear(parent, names, rewrite, self.counters, enabled=self.plan.enabled(rewrite))
 
     def unpack(self) -> None:
-        for group in (*self.image_qkv, *self.text_qkv, *(single.product for single in self.qkv_mlp)):
+        singles = (single.product for single in self.qkv_mlp.values())
+        for group in (*self.image_qkv.values(), *self.text_qkv.values(), *singles):
             group.unpack()
 
     @classmethod
@@ -283,12 +283,13 @@ class Flux(FusedModel):
             self.norm(h, *after, out=n)
         # Every product of a block writes here: attention's inputs first, then the feed-forward layer's.
         scratch = h.new_empty(h.shape[0] * h.shape[1], max([0, *map(width_of, doubles), *map(width_of, singles)]))
-        for i, block in enumerate(doubles):
+        products = zip(self.image_qkv(doubles), self.text_qkv(doubles), strict=True)
+        for i, (block, qkv) in enumerate(zip(doubles, products, strict=True)):
             last = i + 1 == len(doubles)
             following = (after, after) if last else (entry[i + 1][0][:2], entry[i + 1][1][:2])
-            self._double(i, block, h, n, scratch, t, rotary, entry[i], following, double.at(i), offloaded)
-        for i, block in enumerate(singles):
-            x = self.qkv_mlp[i](n, scratch, rotary, offloaded)
+            self._double(block, qkv, h, n, scratch, t, rotary, entry[i], following, double.at(i), offloaded)
+        for i, (block, qkv_mlp) in enumerate(zip(singles, self.qkv_mlp(singles), strict=True)):
+            x = qkv_mlp(n, scratch, rotary, offloaded)
             linear(block.proj_out, x, out=n)
             gate = joint[i][2]
             following_norm = joint[i + 1][:2] if i + 1 < len(singles) else final
@@ -302,8 +303,8 @@ class Flux(FusedModel):
 
     def _double(
         self,
-        i: int,
         block: Any,
+        products: tuple[PackedLinear, PackedLinear],
         h: torch.Tensor,
         n: torch.Tensor,
         scratch: torch.Tensor,
@@ -318,8 +319,8 @@ class Flux(FusedModel):
         attn = block.attn
         cos, sin = rotary
         qkv = scratch_part(scratch, h.shape[0], h.shape[1], 3 * attn.inner_dim)
-        self.image_qkv[i](n[:, t:], out=qkv[:, t:], offloaded=offloaded)
-        self.text_qkv[i](n[:, :t], out=qkv[:, :t], offloaded=offloaded)
+        products[0](n[:, t:], out=qkv[:, t:], offloaded=offloaded)
+        products[1](n[:, :t], out=qkv[:, :t], offloaded=offloaded)
         qkv = qkv.view(*qkv.shape[:2], 3, -1, attn.head_dim)
         for part, norm_q, norm_k, table in (
             (qkv[:, t:], attn.norm_q, attn.norm_k, (cos[:, t:], sin[:, t:])),

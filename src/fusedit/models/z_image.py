@@ -19,12 +19,12 @@ from torch import nn
 
 from fusedit import ops
 from fusedit.models._attention import attention_reason
-from fusedit.models._model import FusedModel, Rewrite
+from fusedit.models._model import Followed, FusedModel, Rewrite
 from fusedit.models._z_image_layout import Layout, Table, patches, unpatched
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
-from fusedit.runtime.linear import PackedLinear, linear, multiply
+from fusedit.runtime.linear import PackedLinear, Part, linear, multiply
 from fusedit.runtime.lora_scale import lora_scaled
 from fusedit.runtime.modulation import separate
 
@@ -80,15 +80,14 @@ class ZImage(FusedModel):
         self.swiglu = self.site("z_image.swiglu", ops.swiglu)
         self.linear_swiglu = self.site("z_image.swiglu", ops.linear_swiglu)
         self.attention = self.site("z_image.attention", ops.attention)
-        m: Any = module
-        self.noise_refiner = [_Block(block, self) for block in m.noise_refiner]
-        self.context_refiner = [_Block(block, self) for block in m.context_refiner]
-        self.layers = [_Block(block, self) for block in m.layers]
+        self.noise_refiner, self.context_refiner, self.layers = (
+            Followed(lambda block: _Block(block, self), _Block.unpack) for _ in range(3)
+        )
 
     def unpack(self) -> None:
-        for block in (*self.noise_refiner, *self.context_refiner, *self.layers):
-            block.qkv.unpack()
-            block.w13.unpack()
+        for blocks in (self.noise_refiner, self.context_refiner, self.layers):
+            for block in blocks.values():
+                block.unpack()
 
     @classmethod
     def refuse(cls, module: nn.Module) -> str | None:
@@ -198,7 +197,7 @@ class ZImage(FusedModel):
             return separate(layers, temb) if layers else temb, scale
 
         def ahead(timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            coming = ((1000 - timesteps) / 1000)[:, None].expand(-1, len(x))  # as every Z-Image pipeline does
+            coming = ((1000 - timesteps) / 1000)[:, None].expand(-1, len(x)).to(t.dtype)  # as every pipeline does
             return coming.float()[..., None], condition(coming.flatten())
 
         mods = self.modulation(
@@ -210,6 +209,7 @@ class ZImage(FusedModel):
             watched=(),
             owner=nn.ModuleList([m.t_embedder, *adaptive]),
             tokens=tokens,
+            settings=t.dtype,  # the same number in another precision is another one after the scaling
         )
         return mods, scale
 
@@ -245,7 +245,9 @@ class ZImage(FusedModel):
             h[i, end:] = 0
         if len(m.context_refiner):
             n = self.norm(h, *_first(m.context_refiner, None), _eps(m.context_refiner))
-            self._chain(self.context_refiner, h, n, [_NO_MODS] * len(self.context_refiner), layout.captions)
+            self._chain(
+                self.context_refiner(m.context_refiner), h, n, [_NO_MODS] * len(m.context_refiner), layout.captions
+            )
             for i, end in enumerate(layout.caption_lengths):
                 h[i, end:] = 0
         return h
@@ -273,7 +275,7 @@ class ZImage(FusedModel):
         then = (*_first(m.layers, mods), n[:, :wide]) if layout.uniform and mods else None
         if refine:
             n_image = self.norm(image, *_first(m.noise_refiner, refine), _eps(m.noise_refiner))
-            self._chain(self.noise_refiner, image, n_image, refine, layout.images, then)
+            self._chain(self.noise_refiner(m.noise_refiner), image, n_image, refine, layout.images, then)
         if layout.uniform:
             h[:, wide:] = captions
         else:
@@ -285,7 +287,7 @@ class ZImage(FusedModel):
             rows = wide if self.plan.enabled("z_image.image_rows") else None
             if rows is not None:
                 self.counters.ran("z_image.image_rows")
-            self._chain(self.layers, h, n, mods, layout.joint, None, residuals, rows)
+            self._chain(self.layers(m.layers), h, n, mods, layout.joint, None, residuals, rows)
         return h[:, :wide]
 
     def _embed(self, x: Sequence[torch.Tensor], image: torch.Tensor, layout: Layout, embedder: Any) -> None:
@@ -365,8 +367,12 @@ class _Block:
         self.stock, self.model = block, model
         packed, counters = model.plan.enabled, model.counters
         qkv, w13 = "z_image.packed_qkv", "z_image.packed_ffn"
-        self.qkv = PackedLinear(block.attention, _QKV, qkv, counters, enabled=packed(qkv))
-        self.w13 = PackedLinear(block.feed_forward, ("w1", "w3"), w13, counters, enabled=packed(w13))
+        self.qkv = PackedLinear(Part(block, "attention"), _QKV, qkv, counters, enabled=packed(qkv))
+        self.w13 = PackedLinear(Part(block, "feed_forward"), ("w1", "w3"), w13, counters, enabled=packed(w13))
+
+    def unpack(self) -> None:
+        self.qkv.unpack()
+        self.w13.unpack()
 
     def attend(
         self, n: torch.Tensor, qkv: torch.Tensor, table: Table, offloaded: bool, rows: int | None

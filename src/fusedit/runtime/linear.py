@@ -69,6 +69,16 @@ def _homes(layers: Sequence[nn.Module]) -> set[tuple[int, int]]:
     return _HOMES.get(layers[0], set()) if layers else set()
 
 
+class Part:
+    """Attribute access to a submodule of a block as it is at the moment, for one that may be replaced."""
+
+    def __init__(self, block: Any, name: str) -> None:
+        self._block, self._name = block, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(self._block, self._name), name)
+
+
 class PackedLinear:
     """Linear layers that read the same input, run as one product.
 

@@ -9,7 +9,7 @@ made on the device, so a table never answers for a time step or guidance it was 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -64,6 +64,7 @@ class Modulation:
         watched: tuple[torch.Tensor, ...],
         owner: nn.Module,
         tokens: int,
+        settings: Hashable = None,
     ) -> torch.Tensor:
         """x [B, K] through all layers -> [B, N]; equals `separate(layers, x)`.
 
@@ -76,6 +77,7 @@ class Modulation:
             watched: tensors that `ahead` reads besides the time steps.
             owner: the modules that `ahead` and `layers` belong to.
             tokens: of this call, items times length; bounds the table.
+            settings: what else `ahead` depends on.
         """
         reason = _why_separate(layers, x)
         if reason is not None:
@@ -83,7 +85,7 @@ class Modulation:
             return separate(layers, x)
         self.counters.ran(rewrite)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        table = self._table(weights, biases, key, ahead, watched, owner, tokens)
+        table = self._table(weights, biases, key, ahead, watched, owner, tokens, settings)
         if table is None:
             y, _ = _grouped(x, weights, biases)
             return y
@@ -116,6 +118,7 @@ class Modulation:
         watched: tuple[torch.Tensor, ...],
         owner: nn.Module,
         tokens: int,
+        settings: Hashable,
     ) -> _Table | None:
         run, batch = self.cache.run, key.shape[0]
         steps = min(ROWS, tokens // TOKENS_PER_ROW) // batch
@@ -143,7 +146,7 @@ class Modulation:
         for former in self._tables():
             if former.first != first:
                 self.cache.drop(former)
-        table, _ = self.cache.get(make, watched, owner, (first, steps, batch, weights[0].dtype))
+        table, _ = self.cache.get(make, watched, owner, (first, steps, batch, weights[0].dtype, settings))
         return table  # type: ignore[no-any-return]
 
     def _place(self, values: torch.Tensor) -> torch.Tensor:
@@ -159,7 +162,7 @@ class Modulation:
 
     def _read(self) -> None:
         if self._found is not None and self._calls:
-            found = int(self._found[: self._calls].sum())
+            found = int(self._found[: self._calls].sum(dtype=torch.float32))
             self.hits += found
             self.misses += self._calls * self._found.shape[1] - found
             self._calls = 0
