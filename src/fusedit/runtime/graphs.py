@@ -12,7 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -34,17 +34,18 @@ def state_of(module: nn.Module) -> Hashable:
 
     Values may change in place: a graph reads them from memory at each replay.
     """
-    addresses: list[int] = []
+    places: list[Hashable] = []
     settings: list[Hashable] = []
     stack = [module]
     while stack:
         child = stack.pop()
         space = child.__dict__
-        addresses += [
-            t.data_ptr() for kind in ("_parameters", "_buffers") for t in space[kind].values() if t is not None
-        ]
+        tensors = (t for kind in ("_parameters", "_buffers") for t in space[kind].values() if t is not None)
+        places += [(t.data_ptr(), t.shape, t.dtype) for t in tensors]
         if type(child).__module__.startswith("peft."):
             settings.append(_adapter_state(space))
+        elif isinstance(child, nn.Dropout) and child.p > 0:
+            settings.append(child.training)
         stack += [c for c in space["_modules"].values() if c is not None]
     flags: Any = torch.backends.cuda
     backends = (
@@ -54,7 +55,7 @@ def state_of(module: nn.Module) -> Hashable:
         flags.matmul.allow_tf32,
         torch.are_deterministic_algorithms_enabled(),
     )
-    return tuple(addresses), tuple(settings), backends
+    return tuple(places), tuple(settings), backends
 
 
 def _adapter_state(space: dict[str, Any]) -> Hashable:
@@ -77,17 +78,12 @@ class _Graph:
     inputs: Tensors
     output: torch.Tensor
     counted: Counters
-    finished: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
     def replay(self, inputs: Tensors) -> torch.Tensor:
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self.finished)  # another stream may still be reading what is overwritten here
         for kept, given in zip(self.inputs, inputs, strict=True):
             kept.copy_(given)
         self.graph.replay()
-        output = self.output.clone()
-        self.finished.record(stream)
-        return output
+        return self.output.clone()
 
 
 class StepGraphs:
@@ -105,6 +101,8 @@ class StepGraphs:
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._state: Hashable = None
         self._pool: Any = None
+        self._streams: dict[torch.device, Any] = {}
+        self._finished: Any = None
         self._bytes = 0
 
     def run(
@@ -139,7 +137,7 @@ class StepGraphs:
             if shape.graph is not None:
                 self.replays += 1
                 self.counters.add(shape.graph.counted)
-                return shape.graph.replay(given)
+                return self._replay(shape.graph, given)
         shape.calls += 1
         if shape.calls == 2 and not shape.reason:
             output, shape.reason = _timed(body, given)
@@ -148,6 +146,16 @@ class StepGraphs:
         self.eager += 1
         self.reasons[shape.reason or "a shape is captured when it comes again"] += 1
         self._forget()
+        return output
+
+    def _replay(self, graph: _Graph, given: Tensors) -> torch.Tensor:
+        stream = torch.cuda.current_stream()
+        if self._finished is not None:
+            stream.wait_event(self._finished)  # graphs share memory, and the last one may have run on another stream
+        output = graph.replay(given)
+        event: Any = torch.cuda.Event
+        self._finished = event()
+        self._finished.record(stream)
         return output
 
     def _check_state(self, module: nn.Module) -> None:
@@ -172,10 +180,14 @@ class StepGraphs:
     def _capture(self, shape: _Shape, given: Tensors, body: Body) -> None:
         reserved = torch.cuda.memory_reserved()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
+        device = given[0].device
+        if device not in self._streams:
+            new_stream: Any = torch.cuda.Stream
+            self._streams[device] = new_stream()  # libraries keep a workspace for each stream that they have seen
         full = False
         try:
             with self.counters.apart() as counted:
-                shape.graph = _captured(given, body, self._pool, counted)
+                shape.graph = _captured(given, body, self._pool, self._streams[device], counted)
         except torch.OutOfMemoryError:
             full = True
         except Exception as error:  # whatever it is, this step ran eagerly before and does so again
@@ -224,10 +236,8 @@ def _timed(body: Body, given: Tensors) -> tuple[torch.Tensor, str]:
     return output, "" if bound else "the GPU is the limit, not the host"
 
 
-def _captured(given: Tensors, body: Body, pool: Any, counted: Counters) -> _Graph:
+def _captured(given: Tensors, body: Body, pool: Any, stream: Any, counted: Counters) -> _Graph:
     graph = torch.cuda.CUDAGraph()
-    new_stream: Any = torch.cuda.Stream
-    stream = new_stream()
     # Not in inference mode: what is made in it could not be written outside of it, by a later replay.
     with torch.inference_mode(False), torch.no_grad(), _no_collection():
         inputs = tuple(t.clone() for t in given)
