@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -101,7 +102,6 @@ class StepGraphs:
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._state: Hashable = None
         self._pool: Any = None
-        self._streams: dict[torch.device, Any] = {}
         self._finished: Any = None
         self._bytes = 0
 
@@ -180,14 +180,11 @@ class StepGraphs:
     def _capture(self, shape: _Shape, given: Tensors, body: Body) -> None:
         reserved = torch.cuda.memory_reserved()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        device = given[0].device
-        if device not in self._streams:
-            new_stream: Any = torch.cuda.Stream
-            self._streams[device] = new_stream()  # libraries keep a workspace for each stream that they have seen
+        stream = _capture_stream(given[0].device)
         full = False
         try:
             with self.counters.apart() as counted:
-                shape.graph = _captured(given, body, self._pool, self._streams[device], counted)
+                shape.graph = _captured(given, body, self._pool, stream, counted)
         except torch.OutOfMemoryError:
             full = True
         except Exception as error:  # whatever it is, this step ran eagerly before and does so again
@@ -243,8 +240,9 @@ def _captured(given: Tensors, body: Body, pool: Any, stream: Any, counted: Count
         inputs = tuple(t.clone() for t in given)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
-            # Other threads may go on working with the GPU meanwhile.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            with _other_random_state(given[0].device):
+                # Other threads may go on working with the GPU meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 output = body(inputs)
                 graph.capture_end()
@@ -252,6 +250,32 @@ def _captured(given: Tensors, body: Body, pool: Any, stream: Any, counted: Count
                 _abandon(graph, pool)
                 raise
     return _Graph(graph, inputs, output, counted)
+
+
+@cache
+def _capture_stream(_device: torch.device) -> Any:
+    """One for the whole process: libraries keep a workspace for each stream that they have seen (33 MiB for cuBLAS)."""
+    new_stream: Any = torch.cuda.Stream
+    return new_stream()
+
+
+@contextmanager
+def _other_random_state(device: torch.device) -> Iterator[None]:
+    """Inside, torch's default generator of this device has a copy of its state.
+
+    A capture takes hold of the state that it finds when it begins: nobody else could draw until it ends, and nobody at
+    all after one that cannot be ended. A step draws no random numbers, so the copy is all it needs.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(state.clone_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(state)
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
