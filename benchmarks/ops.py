@@ -48,8 +48,12 @@ def ceilings(seconds: float, copied: int = 2**31, side: int = 8192) -> Ceilings:
     target = torch.empty_like(source)
     a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=gpu.DEVICE) for _ in range(2))
     made = torch.empty_like(a)
+    # A kernel that reads and writes: inside a graph `copy_` goes to the copy engine, at 2.7 TB/s of an H200's 4.2.
     times = in_turn(
-        {"copy": Timed(lambda: target.copy_(source), 1), "product": Timed(lambda: torch.mm(a, b, out=made), 1)},
+        {
+            "copy": Timed(lambda: torch.neg(source, out=target), 1),
+            "product": Timed(lambda: torch.mm(a, b, out=made), 1),
+        },
         seconds,
     )
     copy, product = (1e-3 * statistics.median(times[name]) for name in ("copy", "product"))

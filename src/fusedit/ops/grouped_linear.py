@@ -11,7 +11,7 @@ a table that this op has made holds the bits that it would make again. Whether a
 device: the caller needs to know no key, and cannot be wrong about one.
 What it is for: the modulation of all blocks of a diffusion transformer. FLUX.1-dev reads 6.5 GB of weights for it a
 step, 1.9 of 125 ms on an H200, and the scheduler knows the time steps when a run starts.
-Bytes: the weights and R (K + N) itemsize, or 2 R N itemsize from the table (which no shape tells). FLOPs: 2 R K N.
+Bytes: the weights and R (K + N) itemsize; with a table, which is there to be hit, 2 R N itemsize. FLOPs: 2 R K N, or the comparisons.
 Exactness: reordered; the library rounds the same sums in another order.
 Source: AdaLN (Peebles and Xie 2023) in FLUX and Z-Image: one linear layer a block on the same conditioning vector.
 """
@@ -116,10 +116,20 @@ def check(
     return (R, N), (R,)
 
 
-def cost(x: Tensor, weights: list[Tensor], biases: list[Tensor], *_: Any, **__: Any) -> Cost:
+def cost(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    key: Tensor | None = None,
+    keys: Tensor | None = None,
+    table: Tensor | None = None,
+) -> Cost:
+    R, K = x.shape
     N = sum(w.shape[0] for w in weights)
-    read = sum(t.nbytes for t in (*weights, *biases))
-    return Cost(read + x.nbytes + x.shape[0] * (N + 1) * x.element_size(), 2 * x.shape[0] * x.shape[1] * N)
+    written = R * (N + 1) * x.element_size()
+    if key is not None and keys is not None and table is not None:
+        return Cost(key.nbytes + keys.nbytes + R * N * x.element_size() + written, keys.numel())
+    return Cost(sum(t.nbytes for t in (*weights, *biases)) + x.nbytes + written, 2 * R * K * N)
 
 
 @kernel

@@ -189,6 +189,7 @@ class StepGraphs:
             full = True
         except Exception as error:  # whatever it is, this step ran eagerly before and does so again
             shape.reason = f"could not be captured ({(str(error).splitlines() or [type(error).__name__])[0][:200]})"
+            self._pool = None  # the allocator may take it for one that is still being captured into
         if full:  # here and not above, where the error still holds what was allocated
             # Without graphs a picture needs no more than before: give back what they hold and go on.
             self._drop("out of memory while capturing; all graphs dropped")

@@ -208,9 +208,11 @@ def a_thread_that_computes(workload: Workload, handle: fusedit.Handle, expected:
 
 
 def a_thread_that_synchronises(workload: Workload, handle: fusedit.Handle, expected: list[torch.Tensor]) -> None:
+    """For its own work: CUDA lets nobody wait for the whole device while anything is captured."""
+
     def work(x: torch.Tensor) -> None:
         (x @ x).sum().item()
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
 
     beside(workload, handle, expected, work)
 
