@@ -11,7 +11,8 @@ a table that this op has made holds the bits that it would make again. Whether a
 device: the caller needs to know no key, and cannot be wrong about one.
 What it is for: the modulation of all blocks of a diffusion transformer. FLUX.1-dev reads 6.5 GB of weights for it a
 step, 1.9 of 125 ms on an H200, and the scheduler knows the time steps when a run starts.
-Bytes: the weights and R (K + N) itemsize; with a table, which is there to be hit, 2 R N itemsize. FLOPs: 2 R K N, or the comparisons.
+Bytes: the weights and R (K + N) itemsize; with a table, which is there to be hit, 2 R N itemsize.
+FLOPs: 2 R K N, or the comparisons.
 Exactness: reordered; the library rounds the same sums in another order.
 Source: AdaLN (Peebles and Xie 2023) in FLUX and Z-Image: one linear layer a block on the same conditioning vector.
 """
