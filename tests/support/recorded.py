@@ -115,6 +115,7 @@ class Recordings:
         packed: what was packed inside a capture, which no capture may do.
         overlaps: replays that did not wait for the end of the last one, though their graphs share memory.
         streams: made for capturing.
+        most_open: captures at the same time, at the most.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,7 @@ class Recordings:
         self.failures: list[BaseException] = []
         self.broken = False
         self.packed: list[dict[str, int]] = []
-        self.overlaps = self.streams = 0
+        self.overlaps = self.streams = self.open = self.most_open = 0
         self.how = "eager"
         self.last: Any = None
         self.waited: Any = None
@@ -167,6 +168,8 @@ class _RecordedGraph:
         assert capture_error_mode == "thread_local"
         self.recordings.how = "captured"
         self.capturing = True
+        self.recordings.open += 1
+        self.recordings.most_open = max(self.recordings.most_open, self.recordings.open)
         self.recorder.__enter__()
 
     def capture_end(self) -> None:
@@ -174,6 +177,7 @@ class _RecordedGraph:
             raise RuntimeError("capture_end without capture_begin")
         self.capturing = False
         self.recorder.__exit__(None, None, None)
+        self.recordings.open -= 1
         self.recordings.how = "eager"
         if self.recordings.broken:
             raise RuntimeError("operation failed due to a previous error during capture")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Any, Final
 
 import torch
@@ -234,10 +235,13 @@ def _timed(body: Body, given: Tensors) -> tuple[torch.Tensor, str]:
     return output, "" if bound else "the GPU is the limit, not the host"
 
 
+_ONE_CAPTURE: Final = Lock()  # at a time in a process: torch allows no two
+
+
 def _captured(given: Tensors, body: Body, pool: Any, stream: Any, counted: Counters) -> _Graph:
     graph = torch.cuda.CUDAGraph()
     # Not in inference mode: what is made in it could not be written outside of it, by a later replay.
-    with torch.inference_mode(False), torch.no_grad(), _no_collection():
+    with _ONE_CAPTURE, torch.inference_mode(False), torch.no_grad(), _no_collection():
         inputs = tuple(t.clone() for t in given)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -165,6 +169,32 @@ def test_the_least_recently_used_graphs_go_beyond_capacity(recordings: Recording
     steps(rows=2)
     assert recordings.log == [*before, "captured"], "this one was dropped, and is known to be worth it"
     assert steps.graphs.report().entries == CAPACITY
+
+
+def test_captures_are_made_one_at_a_time(recordings: Recordings) -> None:
+    """In a process, since torch allows no two; here of two models in two threads that try to meet inside."""
+    both = threading.Barrier(2)
+
+    def prepared() -> Steps:
+        steps = Steps()
+        steps()
+        steps()
+        body = steps.body
+
+        def slow(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            return body(tensors)
+
+        vars(steps)["body"] = slow
+        return steps
+
+    with ThreadPoolExecutor(2) as threads:
+        for future in [threads.submit(steps) for steps in (prepared(), prepared())]:
+            future.result()
+    assert recordings.log.count("captured") == 2
+    assert recordings.most_open == 1
+    assert gc.isenabled()
 
 
 def test_all_captures_use_one_stream(recordings: Recordings) -> None:
@@ -539,8 +569,6 @@ def test_clearing_lets_go_of_everything(recordings: Recordings) -> None:
 
 
 def test_no_collection_while_capturing() -> None:
-    import gc
-
     assert gc.isenabled()
     with graphs._no_collection():
         assert not gc.isenabled()
