@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdRef
@@ -172,10 +173,12 @@ class _Walk:
         if key == "config" and id(value) not in self.configs:
             self.configs.add(id(value))
             return self._plain("", getattr(value, "__dict__", None))
+        if isinstance(value, np.generic):  # a LoRA scale out of np.linspace, say
+            return kind, value.tobytes()
         try:
             return WeakIdRef(value)
         except TypeError:
-            return kind
+            return _Same(value)
 
     def _device(self) -> torch.device:
         """Where the encoder computes."""
@@ -187,6 +190,19 @@ class _Walk:
         if torch.is_autocast_enabled(device.type):
             raise _Unwatchable("autocast is on")
         return device
+
+
+class _Same:
+    """Equal to what holds the very same object; for one that cannot be held weakly."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _is_stock(value: Any, module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
@@ -279,6 +280,19 @@ def clip_lora(pipe: Any, seed: int = 0) -> dict[str, torch.Tensor]:
             for part, shape in (("A", (2, module.in_features)), ("B", (module.out_features, 2))):
                 state[f"text_encoder.{name}.lora_{part}.weight"] = torch.randn(*shape, generator=generator)
     return state
+
+
+def test_a_scale_that_is_a_numpy_number_is_followed() -> None:
+    """Which can be held neither weakly nor as one of Python's own numbers."""
+    pipe: Any = quiet(flux_pipe())
+    fusedit.accelerate(pipe)
+    norm = pipe.text_encoder_2.encoder.final_layer_norm
+    drawn = []
+    for eps in (0.25, 0.5, 0.25):
+        norm.variance_epsilon = np.float64(eps)
+        drawn.append(embeds(pipe))
+    assert not equal(drawn[0], drawn[1])
+    assert equal(drawn[0], drawn[2])
 
 
 def test_a_lora_through_diffusers_own_calls(runs: Counter[str]) -> None:
