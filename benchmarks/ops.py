@@ -20,7 +20,7 @@ from benchmarks.sustained import spread_of
 from fusedit import ops
 from fusedit.ops._cases import Case
 from fusedit.ops._op import Op
-from fusedit.ops._verify import Error, error
+from fusedit.ops._verify import Error, as_list, double, error
 
 Tensor = torch.Tensor
 REPLAY_S: Final = 1e-3
@@ -90,10 +90,10 @@ def measure(op: Op[..., Any], case: Case, limits: Ceilings, seconds: float) -> l
     try:
         args, kwargs = case.build(torch.bfloat16, gpu.DEVICE)
         cost = op.cost(*args, **kwargs)
-        truths = _list(op.reference(*map(_double, args), **kwargs))
+        truths = as_list(op.reference(*map(double, args), **kwargs))
         errors = {}
         for row, run in ((plain, op.plain), (fused, op)):
-            made = _list(run(*args, **kwargs))
+            made = as_list(run(*args, **kwargs))
             errors[row.plan] = [error(y, truth) for y, truth in zip(made, truths, strict=True)]
         del truths, made
         gpu.free()
@@ -148,16 +148,6 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in _tensors(item)]
     return [value] if isinstance(value, Tensor) else []
-
-
-def _double(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_double(item) for item in value]
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _list(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value)
 
 
 def main(

@@ -47,18 +47,3 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()
-
-
-def compiled_kernels() -> int:
-    """How many variants of fusedit's Triton kernels this process holds."""
-    from triton.runtime.jit import JITFunction
-
-    from fusedit import ops
-
-    kernels = {
-        id(value): value
-        for op in ops.registry().values()
-        for value in vars(__import__(f"fusedit.ops.{op.name}", fromlist=["x"])).values()
-        if isinstance(value, JITFunction)
-    }
-    return sum(len(variants[0]) for kernel in kernels.values() for variants in kernel.device_caches.values())

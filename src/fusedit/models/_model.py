@@ -12,13 +12,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import nn
 
+from fusedit.models._modulation import Modulation
 from fusedit.ops._op import Op
 from fusedit.plan import Plan
 from fusedit.report import CacheReport
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.graphs import StepGraphs
 from fusedit.runtime.hoist import RunCache
-from fusedit.runtime.modulation import Modulation
 
 T = TypeVar("T")
 

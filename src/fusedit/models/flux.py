@@ -22,12 +22,12 @@ from fusedit import ops
 from fusedit.models._attention import attention_reason
 from fusedit.models._flux_parts import Residuals, Six, Vectors, scratch_part, width_of
 from fusedit.models._model import Followed, FusedModel, Rewrite
+from fusedit.models._modulation import separate
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.linear import PackedLinear, Part, linear
 from fusedit.runtime.lora_scale import lora_scaled
-from fusedit.runtime.modulation import separate
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 # The attention inputs that follow the modulated norm of a stream: q, k, v products and the norms of q and k.

@@ -20,13 +20,13 @@ from torch import nn
 from fusedit import ops
 from fusedit.models._attention import attention_reason
 from fusedit.models._model import Followed, FusedModel, Rewrite
+from fusedit.models._modulation import separate
 from fusedit.models._z_image_layout import Layout, Table, patches, unpatched
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.linear import PackedLinear, Part, linear, multiply
 from fusedit.runtime.lora_scale import lora_scaled
-from fusedit.runtime.modulation import separate
 
 _QKV: Final = ("to_q", "to_k", "to_v")
 _NOTHING: Final = nn.Module()

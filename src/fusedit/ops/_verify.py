@@ -40,8 +40,8 @@ def verify(op: Op[..., Any], case: Case, dtype: torch.dtype, device: str | torch
     onto an input, where the case has an `alias`.
     """
     args, kwargs = case.build(dtype, device)
-    truths = _list(op.reference(*map(double, args), **kwargs))
-    plains = [error(y, truth) for y, truth in zip(_list(op.plain(*args, **kwargs)), truths, strict=True)]
+    truths = as_list(op.reference(*map(double, args), **kwargs))
+    plains = [error(y, truth) for y, truth in zip(as_list(op.plain(*args, **kwargs)), truths, strict=True)]
     wrong = []
     for way, results in _ways(op, case, dtype, device, args, kwargs, truths):
         if isinstance(results, str):
@@ -68,12 +68,12 @@ def _ways(
     kwargs: dict[str, Any],
     truths: list[Tensor],
 ) -> Iterator[tuple[str, list[Tensor] | str]]:
-    fresh = _list(op(*args, **kwargs))
+    fresh = as_list(op(*args, **kwargs))
     yield "fresh", fresh
     outs = [torch.full_like(y, float("nan")) for y in fresh]
     returned = op(*args, **kwargs, out=_tuple(outs))
     yield "out", outs
-    if any(a is not b for a, b in zip(_list(returned), outs, strict=True)):
+    if any(a is not b for a, b in zip(as_list(returned), outs, strict=True)):
         yield "out", "returned another tensor than out"
     layout = "inside" if truths[0].ndim > 2 else "sliced"
     outs = [place(torch.full(t.shape, float("nan"), dtype=dtype, device=device), layout) for t in truths]
@@ -89,7 +89,7 @@ def _ways(
         own, _ = case.build(dtype, device)
         on_top = case.alias(*own)
         op(*own, **kwargs, out=on_top)
-        yield "alias", _list(on_top)
+        yield "alias", as_list(on_top)
 
 
 def _whole(t: Tensor) -> Tensor:
@@ -104,7 +104,8 @@ def double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _list(value: Any) -> list[Tensor]:
+def as_list(value: Any) -> list[Tensor]:
+    """The results of an op, one or several."""
     return [value] if isinstance(value, Tensor) else list(value)
 
 

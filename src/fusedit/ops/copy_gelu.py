@@ -138,9 +138,7 @@ def copy_gelu(a: Tensor, u: Tensor, *, out: tuple[Tensor, Tensor] | None = None)
     B, S, A = a.shape
     M = u.shape[2]
     vec = min(_rows.vector(A, a, *out, u), _rows.vector(M, u))
-    parameters = _rows.launch(a.device)
-    block = max(16, min(parameters.tile, _rows.power_of_2(max(A, M))))
-    rows = max(1, parameters.tile // block)
+    block, rows = _elementwise.shape_of_tile(max(A, M), _rows.launch(a.device))
     a_parts = _rows.cdiv(A, block)
     parts = a_parts + _rows.cdiv(M, block)
     _kernel[(_rows.cdiv(S, rows) * parts, B)](

@@ -81,25 +81,24 @@ class RunCache:
         """What is kept now."""
         return [entry.value for entry in self._entries]
 
-    def keeps(self, inputs: tuple[torch.Tensor, ...], owner: nn.Module) -> bool:
-        """Whether a value of these inputs and the parameters of `owner` would be kept."""
-        return self._weights(inputs, owner) is not None
-
     def get(
         self,
         compute: Callable[[], Any],
         inputs: tuple[torch.Tensor, ...],
         owner: nn.Module,
         key: Hashable = None,
+        *,
+        or_none: bool = False,
     ) -> tuple[Any, bool | None]:
         """The value, and whether it was kept from an earlier step (None: this call could not be watched).
 
-        `key` is what else the value depends on, compared for equality.
+        `key` is what else the value depends on, compared for equality. With `or_none` a call that could not be watched
+        computes nothing and gets None.
         """
         kind = getattr(compute, "__code__", compute)  # which expression of the source this is
-        weights = self._weights(inputs, owner)
+        weights = None if self.run is None or any(t.is_inference() for t in inputs) else _watchable(owner)
         if weights is None:
-            return compute(), None
+            return None if or_none else compute(), None
         versions = tuple(t._version for t in inputs)
         stamps = tuple(map(_stamp, weights))
         for entry in self._entries:
@@ -118,8 +117,3 @@ class RunCache:
         del self._entries[: max(0, len(self._entries) - CAPACITY + 1)]
         self._entries.append(_Entry(kind, key, inputs, versions, weights, stamps, value))
         return value, False
-
-    def _weights(self, inputs: tuple[torch.Tensor, ...], owner: nn.Module) -> tuple[torch.Tensor, ...] | None:
-        if self.run is None or any(t.is_inference() for t in inputs):
-            return None
-        return _watchable(owner)

@@ -30,8 +30,9 @@ from support.runs import (
 )
 
 import fusedit
+from fusedit.models import _modulation as modulation
 from fusedit.plan import Plan
-from fusedit.runtime import install, modulation
+from fusedit.runtime import install
 
 CLOSE = 2e-5
 UNWATCHED = "inputs or weights that cannot be watched (inference mode, or a LoRA on these layers)"

@@ -12,9 +12,9 @@ from support.recorded import Recordings
 from support.runs import FLUX, Kind, at_step, cache_of, each_kind, framed, picture, rows, with_control, with_image
 
 import fusedit
+from fusedit.models import _modulation as modulation
 from fusedit.plan import Plan
 from fusedit.report import CacheReport
-from fusedit.runtime import modulation
 from fusedit.runtime.graphs import CAPACITY
 
 OFF = Plan(cache={"graphs": False})

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu import compiled_kernels, freed
+from support.gpu import freed
 from support.gpu_runs import (
     EAGER,
     HEIGHT,
@@ -36,8 +36,10 @@ from support.runs import framed, with_control, with_image
 from support.runs import picture as random_image
 
 import fusedit
+from benchmarks.compilations import variants
 from benchmarks.workloads import Workload
-from fusedit.runtime import graphs, modulation
+from fusedit.models import _modulation as modulation
+from fusedit.runtime import graphs
 
 Drawn = list[torch.Tensor]
 
@@ -409,13 +411,13 @@ def test_nothing_is_compiled_after_warm_up(shallow: Workload) -> None:
     handle = fusedit.accelerate(shallow.pipe)
     picture(shallow, 512, 512)
     picture(shallow, 512, 512, 2)
-    before = compiled_kernels()
+    before = variants()
     assert before > 0
     sizes = [(256, 256), (272, 528), (640, 512), (768, 768), (1024, 768), (1024, 1024), (336, 304), (1280, 720)]
     for width, height in [*sizes, (768, 256), (512, 512)]:
         for lengths in ((37,), (512,), (64, 200), (5, 5)):
             picture(shallow, width, height, len(lengths), **prompt(shallow, *lengths))
-    assert compiled_kernels() == before
+    assert variants() == before
     assert graphs_of(handle).hits > 0
     handle.restore()
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.gpu import compiled_kernels, draw, errors, freed, peak_bytes
+from support.gpu import draw, errors, freed, peak_bytes
 from support.pipes import parameters_of, relative
 
 import fusedit
+from benchmarks.compilations import variants
 from benchmarks.workloads import Workload, flux_1_dev, z_image_turbo
 
 
@@ -121,12 +122,12 @@ def test_new_sizes_batches_and_prompt_lengths_compile_nothing(kind: Kind, shallo
     handle = fusedit.accelerate(shallow.pipe)
     draw(shallow, 512, 512)
     draw(shallow, 512, 512, batch=2)
-    before = compiled_kernels()
+    before = variants()
     assert before > 0
     for width, height, batch in [(256, 256, 1), (272, 528, 1), (1024, 768, 1), (640, 512, 3), (768, 768, 2)]:
         draw(shallow, width, height, batch)
         draw(shallow, width, height, batch, prompt_embeds=kind.embeds(batch, 37))
-    assert compiled_kernels() == before
+    assert variants() == before
     handle.restore()
 
 

@@ -131,12 +131,8 @@ class Modulation:
             reason = f"a table would take more memory than the step saves ({tokens} tokens, {batch} items)"
         elif timesteps.numel() == 0 or timesteps.device != key.device:
             reason = "the scheduler's time steps end before this step, or lie on another device"
-        elif not self.cache.keeps(watched, owner):
-            reason = "inputs or weights that cannot be watched (inference mode, or a LoRA on these layers)"
         if reason:
-            self.reasons[reason] += 1
-            self.misses += batch
-            return None
+            return self._none(reason, batch)
 
         def make() -> _Table:
             keys, x = ahead(timesteps)
@@ -146,8 +142,17 @@ class Modulation:
         for former in self._tables():
             if former.first != first:
                 self.cache.drop(former)
-        table, _ = self.cache.get(make, watched, owner, (first, steps, batch, weights[0].dtype, settings))
+        settings = (first, steps, batch, weights[0].dtype, settings)
+        table, kept = self.cache.get(make, watched, owner, settings, or_none=True)
+        if kept is None:
+            reason = "inputs or weights that cannot be watched (inference mode, or a LoRA on these layers)"
+            return self._none(reason, batch)
         return table  # type: ignore[no-any-return]
+
+    def _none(self, reason: str, batch: int) -> _Table | None:
+        self.reasons[reason] += 1
+        self.misses += batch
+        return None
 
     def _place(self, values: torch.Tensor) -> torch.Tensor:
         """Where a call says which of its rows it found in a table of these values [J, B, N]: [B]."""
