@@ -42,7 +42,7 @@ def need_gpu(benchmark: str) -> None:
 
 def names(text: str, known: Sequence[str], what: str) -> list[str]:
     """A comma-separated list of known names, each once."""
-    chosen = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    chosen = list(dict.fromkeys(_items(text, what)))
     for name in chosen:
         if name not in known:
             raise ArgumentError(f"unknown {what} {name!r}; known: {', '.join(known)}")
@@ -50,12 +50,34 @@ def names(text: str, known: Sequence[str], what: str) -> list[str]:
 
 
 def sizes(text: str) -> list[Size]:
-    """A comma-separated list of WIDTHxHEIGHT."""
-    return [_size(part.strip()) for part in dict.fromkeys(text.split(","))]
+    """A comma-separated list of WIDTHxHEIGHT, each once."""
+    return list(dict.fromkeys(map(_size, _items(text, "size"))))
+
+
+def batches(text: str) -> list[int]:
+    """A comma-separated list of batch sizes, each once."""
+    made = []
+    for part in _items(text, "batch"):
+        if not re.fullmatch(r"[0-9]{1,3}", part) or not 1 <= int(part) <= 64:
+            raise ArgumentError(f"batch {part!r} is not a whole number from 1 to 64")
+        made.append(int(part))
+    return list(dict.fromkeys(made))
+
+
+def _items(text: str, what: str) -> list[str]:
+    """What stands between the commas, without spaces around it."""
+    parts = [part.strip() for part in text.split(",")]
+    if not any(parts):
+        raise ArgumentError(f"{what} is {text!r}; give at least one {what}")
+    if not all(parts):
+        raise ArgumentError(
+            f"{what} is {text!r}, with nothing before or after a comma; give a {what} there, or drop it"
+        )
+    return parts
 
 
 def _size(text: str) -> Size:
-    match = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
+    match = re.fullmatch(r"([0-9]{1,6})x([0-9]{1,6})", text)
     if match is None:
         raise ArgumentError(f"size {text!r} is not WIDTHxHEIGHT, for example 1024x768")
     width, height = int(match[1]), int(match[2])
@@ -63,16 +85,6 @@ def _size(text: str) -> Size:
         if side % 16 or not 16 <= side <= 4096:
             raise ArgumentError(f"size {text!r} has a side of {side}; sides are multiples of 16 up to 4096")
     return width, height
-
-
-def batches(text: str) -> list[int]:
-    """A comma-separated list of batch sizes."""
-    made = []
-    for part in dict.fromkeys(text.split(",")):
-        if not re.fullmatch(r"\s*\d{1,3}\s*", part) or not 1 <= int(part) <= 64:
-            raise ArgumentError(f"batch {part!r} is not a whole number from 1 to 64")
-        made.append(int(part))
-    return made
 
 
 def seconds(value: float) -> float:

@@ -12,7 +12,8 @@ from benchmarks import sections
 from benchmarks.chart import chart
 from benchmarks.environment import ROOT
 from benchmarks.newest import Entry, Newest
-from benchmarks.results import Run, read
+from benchmarks.reading import read
+from benchmarks.results import Run
 from fusedit.errors import UsageError
 from fusedit.files import check_folder, write_together
 
@@ -82,6 +83,9 @@ def main(
     if not paths:
         raise UsageError(f"there is no results file in {str(RESULTS)!r}; name one, or measure first")
     check_folder(out)
-    files = pages(read(paths))
+    runs = read(paths)
+    if not any(run.rows for run in runs):
+        raise UsageError(f"{', '.join(map(repr, map(str, paths)))}: no measurement in it; name a file that holds one")
+    files = pages(runs)
     write_together({out / name: text.encode() for name, text in files.items()})
     typer.echo(", ".join(str(out / name) for name in sorted(files)))

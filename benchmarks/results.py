@@ -1,15 +1,13 @@
-"""Results: one type of row for every benchmark, written whole or not at all, and read back for the page."""
+"""Results: one type of row for every benchmark, written whole or not at all; reading.py reads them back."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.environment import environment
-from fusedit.errors import UsageError
 from fusedit.files import json_bytes, write_together
 
 SLACK: Final = 1.05
@@ -122,18 +120,3 @@ class Run:
     @property
     def when(self) -> str:
         return str(self.environment.get("time") or self.environment["date"])
-
-
-def read(paths: Sequence[Path]) -> list[Run]:
-    """Runs, oldest first."""
-    runs = []
-    for path in paths:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            rows = tuple(Row.from_dict(row) for row in data.pop("rows"))
-            run = Run(path.name, data, rows)
-            runs.append((run.when, run.name, run))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            raise UsageError(f"{str(path)!r} is no results file of these benchmarks ({reason})") from None
-    return [run for _, _, run in sorted(runs, key=lambda item: item[:2])]

@@ -75,7 +75,7 @@ def check_replaceable(path: Path, *marks: set[str]) -> None:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last: nested too deep for Python to read
         content = None
     if not isinstance(content, dict) or not any(mark <= content.keys() for mark in marks):
         raise OutputError(f"{str(path)!r} is there and is not from fusedit; choose another output, or move it away")

@@ -14,11 +14,24 @@ from fusedit.errors import PlanError
 SCHEMA: Final = 1
 TIERS: Final = ("exact",)
 CACHES: Final = ("prompts", "graphs")
+DEPTH: Final = 100
+"""Objects and lists inside each other at most: less than Python itself can walk through."""
 _KEYS: Final = ("schema", "base", "rewrites", "precision", "cache", "budget", "evidence")
 
 
 def _frozen(value: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType({k: _frozen(v) if isinstance(v, Mapping) else v for k, v in value.items()})
+
+
+def _too_deep(value: Any) -> bool:
+    left = [(value, 1)]
+    while left:
+        item, depth = left.pop()
+        inner = item.values() if isinstance(item, Mapping) else item if isinstance(item, list | tuple) else ()
+        if inner and depth > DEPTH:
+            return True
+        left += [(part, depth + 1) for part in inner]
+    return False
 
 
 def _thawed(value: Any) -> Any:
@@ -63,7 +76,11 @@ class Plan:
             value = getattr(self, name)
             if not isinstance(value, Mapping):
                 raise PlanError(f"plan key {name!r} must be an object, not {type(value).__name__}")
+            if _too_deep(value):
+                raise PlanError(f"plan key {name!r} is nested more than {DEPTH} deep; make it flatter")
             object.__setattr__(self, name, _frozen(value))
+        if _too_deep(self.evidence):
+            raise PlanError(f"plan key 'evidence' is nested more than {DEPTH} deep; make it flatter")
         for name, on in self.rewrites.items():
             if not isinstance(on, bool):
                 raise PlanError(f"rewrite {name!r} must be true or false, not {on!r}")
@@ -128,12 +145,18 @@ class Plan:
         if not isinstance(plan, str | Path):
             raise PlanError(f"plan must be a tier name, a Plan or a path, not {type(plan).__name__}")
         path = Path(plan)
-        if not path.is_file():
+        try:
+            there = path.is_file()
+        except OSError:  # a name too long, or a folder that cannot be entered
+            there = False
+        if not there:
             raise PlanError(f"unknown plan {str(plan)!r}; give one of {', '.join(TIERS)} or the path of a plan JSON")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise PlanError(f"plan file {str(path)!r} cannot be read as JSON: {error}") from error
+        except RecursionError:
+            raise PlanError(f"plan file {str(path)!r} is nested too deep to be a plan; write a plan JSON") from None
         return cls.from_dict(data)
 
 

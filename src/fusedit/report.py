@@ -56,8 +56,8 @@ class CacheReport:
 
     Attributes:
         name: what it keeps, for example `prompts`.
-        hits: calls that found everything they needed.
-        misses: calls that computed something.
+        hits: calls that found everything they needed, kept by an earlier call; of `modulation rows`, rows of calls.
+        misses: the others, which computed something.
         entries: how much of `capacity` is in use.
         capacity: entries that are kept at most.
         bytes: memory that the entries take.

@@ -92,3 +92,39 @@ def test_of_takes_a_tier_a_plan_or_a_file(tmp_path: Path) -> None:
         Plan.of("no.json")
     with pytest.raises(PlanError, match="not int"):
         Plan.of(3)  # type: ignore[arg-type]
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema": 1, "budget": ' + '{"a": ' * 50_000])
+def test_a_file_nested_too_deep_for_python(tmp_path: Path, text: str) -> None:
+    (tmp_path / "deep.json").write_text(text)
+    with pytest.raises(
+        PlanError, match=r"^plan file '.*deep\.json' is nested too deep to be a plan; write a plan JSON$"
+    ):
+        Plan.of(tmp_path / "deep.json")
+
+
+@pytest.mark.parametrize("key", ["rewrites", "precision", "cache", "budget", "evidence"])
+def test_a_key_nested_too_deep(key: str) -> None:
+    with pytest.raises(PlanError, match=f"^plan key '{key}' is nested more than 100 deep; make it flatter$"):
+        Plan.from_dict({"schema": 1, key: nested(100)})
+    loop: dict[str, Any] = {}
+    loop["self"] = loop
+    with pytest.raises(PlanError, match="nested more than 100 deep"):
+        Plan.from_dict({"schema": 1, key: loop})
+
+
+def test_nesting_that_is_allowed_goes_in_and_out() -> None:
+    plan = Plan(budget=nested(49), evidence=nested(49))
+    assert Plan.from_dict(json.loads(plan.to_json())) == plan
+
+
+def test_a_name_that_is_too_long_is_no_plan() -> None:
+    with pytest.raises(PlanError, match=r"^unknown plan 'xxx"):
+        Plan.of("x" * 5000)

@@ -22,6 +22,8 @@ from fusedit.runtime.hoist import RunCache
 
 ROWS: Final = 32
 """Rows of a table at most: 68 MB for FLUX.1-dev, 31 MB for Z-Image-Turbo."""
+TABLES: Final = 2
+"""Tables of the same steps: true guidance in two calls a step alternates two conditionings."""
 TOKENS_PER_ROW: Final = 128
 """And no more than a row for this many tokens: then table and fused activations together stay below stock's peak."""
 CALLS: Final = 64
@@ -49,7 +51,8 @@ class Modulation:
         self.cache, self.counters = cache, counters
         self.hits = self.misses = 0
         self.reasons: Counter[str] = Counter()
-        # For each call since the last reading, whether its rows were found: on the device until somebody asks.
+        # For each call since the last reading that had an earlier call's table, whether its rows were found there: on
+        # the device until somebody asks.
         self._found: torch.Tensor | None = None
         self._calls = 0
 
@@ -85,11 +88,14 @@ class Modulation:
             return separate(layers, x)
         self.counters.ran(rewrite)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        table = self._table(weights, biases, key, ahead, watched, owner, tokens, settings)
+        table, kept = self._table(weights, biases, key, ahead, watched, owner, tokens, settings)
+        if not kept:
+            self.misses += key.shape[0]  # computed by this call, alone or with the rows of the coming steps
         if table is None:
             y, _ = _grouped(x, weights, biases)
             return y
-        out = (x.new_empty(x.shape[0], table.values.shape[2]), self._place(table.values))
+        hit = self._place(table.values) if kept else x.new_empty(x.shape[0])
+        out = (x.new_empty(x.shape[0], table.values.shape[2]), hit)
         y, _ = _grouped(x, weights, biases, key, table.keys, table.values, out=out)
         run = self.cache.run
         if run is not None and run.step + 1 >= len(run.timesteps):
@@ -97,12 +103,15 @@ class Modulation:
         return y
 
     def report(self) -> CacheReport:
-        """Rows found in tables and rows computed; synchronises with the device."""
+        """Rows of calls that were found in a table of an earlier call, and others; synchronises with the device."""
         self._read()
         tables = self._tables()
-        size = sum(table.values.nbytes + table.keys.nbytes for table in tables)
+        # Keys may be expanded over the batch: what counts is the memory behind them.
+        storages = [t.untyped_storage() for table in tables for t in (table.values, table.keys)]
+        size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         entries = sum(table.keys.shape[0] * table.keys.shape[1] for table in tables)
-        return CacheReport("modulation rows", self.hits, self.misses, entries, ROWS, size, dict(self.reasons))
+        capacity = TABLES * ROWS
+        return CacheReport("modulation rows", self.hits, self.misses, entries, capacity, size, dict(self.reasons))
 
     def _tables(self) -> list[_Table]:
         return [value for value in self.cache.values() if isinstance(value, _Table)]
@@ -119,7 +128,8 @@ class Modulation:
         owner: nn.Module,
         tokens: int,
         settings: Hashable,
-    ) -> _Table | None:
+    ) -> tuple[_Table | None, bool]:
+        """The table for this call, if it can have one, and whether an earlier call has made it."""
         run, batch = self.cache.run, key.shape[0]
         steps = min(ROWS, tokens // TOKENS_PER_ROW) // batch
         first = 0 if run is None or steps < 2 else run.step - run.step % steps
@@ -132,9 +142,12 @@ class Modulation:
         elif timesteps.numel() == 0 or timesteps.device != key.device:
             reason = "the scheduler's time steps end before this step, or lie on another device"
         if reason:
-            return self._none(reason, batch)
+            self.reasons[reason] += 1
+            return None, False
 
         def make() -> _Table:
+            for former in (kept := self._tables())[: max(0, len(kept) - TABLES + 1)]:
+                self.cache.drop(former)
             keys, x = ahead(timesteps)
             values = _grouped(x, weights, biases)[0].view(*keys.shape[:2], -1)
             return _Table(first, keys, values)
@@ -145,17 +158,11 @@ class Modulation:
         settings = (first, steps, batch, weights[0].dtype, settings)
         table, kept = self.cache.get(make, watched, owner, settings, or_none=True)
         if kept is None:
-            reason = "inputs or weights that cannot be watched (inference mode, or a LoRA on these layers)"
-            return self._none(reason, batch)
-        return table  # type: ignore[no-any-return]
-
-    def _none(self, reason: str, batch: int) -> _Table | None:
-        self.reasons[reason] += 1
-        self.misses += batch
-        return None
+            self.reasons["inputs or weights that cannot be watched (inference mode, or a LoRA on these layers)"] += 1
+        return table, bool(kept)
 
     def _place(self, values: torch.Tensor) -> torch.Tensor:
-        """Where a call says which of its rows it found in a table of these values [J, B, N]: [B]."""
+        """Where a call says which of its rows it found in an earlier call's table of these values [J, B, N]: [B]."""
         found, batch = self._found, values.shape[1]
         same = found is not None and (found.shape[1], found.dtype, found.device) == (batch, values.dtype, values.device)
         if found is None or not same or self._calls == CALLS:

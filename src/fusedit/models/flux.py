@@ -2,8 +2,8 @@
 
 Text and image live in one sequence buffer, text first, so that joint attention and the single blocks need no
 concatenation: the streams of a double block are slices of it. Between two products there is one pass over the residual
-stream: gate, add, normalise, modulate. In a single block q, k, v and the MLP's input come from one product; attention
-goes over v and GELU over the MLP's input, which leaves the input of the closing product adjacent in memory.
+stream: gate, add, normalise, modulate. In a single block q, k, v and the activated MLP come from one product, and
+attention's output goes over v, which leaves the input of the closing product adjacent in memory.
 
 A forward has two parts. What depends on the prompt, the positions and the time step alone comes from caches of the run
 (text projection, rotary tables, modulation). The rest, from the image tokens in to the image tokens out, is a function
@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from fusedit import ops
 from fusedit.models._attention import attention_reason
-from fusedit.models._flux_parts import Residuals, Six, Vectors, scratch_part, width_of
+from fusedit.models._flux_parts import Pair, Residuals, Six, Vectors, eps, scratch_part, width_of
+from fusedit.models._flux_single import IMAGE, SingleInput
 from fusedit.models._model import Followed, FusedModel, Rewrite
 from fusedit.models._modulation import separate
 from fusedit.plan import Plan
@@ -29,10 +30,7 @@ from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.linear import PackedLinear, Part, linear
 from fusedit.runtime.lora_scale import lora_scaled
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-# The attention inputs that follow the modulated norm of a stream: q, k, v products and the norms of q and k.
-_IMAGE = ("to_q", "to_k", "to_v")
-_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
+_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")  # the text stream's IMAGE
 
 
 class Flux(FusedModel):
@@ -84,7 +82,7 @@ class Flux(FusedModel):
         Rewrite("flux.norm_modulate", "reordered", "LayerNorm and modulation in one pass"),
         Rewrite("flux.gated_residual", "reordered", "gate, residual, next LayerNorm and modulation in one pass"),
         Rewrite("flux.qk_norm_rope", "reordered", "RMSNorm and rotary embedding of q and k in place, in fp32"),
-        Rewrite("flux.gelu", "reordered", "GELU in the product's epilogue (double blocks) or in place (single blocks)"),
+        Rewrite("flux.gelu", "reordered", "GELU in the epilogue of its product, or in place"),
         Rewrite("flux.attention", "reordered", "joint attention by the fastest library kernel, without concatenation"),
         Rewrite(
             "flux.modulation", "reordered", "modulation of all blocks in one launch, for many steps of a run at once"
@@ -99,14 +97,13 @@ class Flux(FusedModel):
         self.gate_norm = self.site("flux.gated_residual", ops.gated_residual_layer_norm)
         self.rope = self.site("flux.qk_norm_rope", ops.qk_norm_rope)
         self.gelu = self.site("flux.gelu", ops.gelu_tanh)
-        self.copy_gelu = self.site("flux.gelu", ops.copy_gelu)
         self.linear_gelu = self.site("flux.gelu", ops.linear_gelu)
         self.attention = self.site("flux.attention", ops.attention)
-        self.image_qkv = Followed(lambda block: self._packed(Part(block, "attn"), _IMAGE), PackedLinear.unpack)
-        self.text_qkv = Followed(lambda block: self._packed(Part(block, "attn"), _TEXT), PackedLinear.unpack)
-        self.qkv_mlp = Followed(lambda block: _SingleInput(block, self), lambda single: single.product.unpack())
+        self.image_qkv = Followed(lambda block: self.packed(Part(block, "attn"), IMAGE), PackedLinear.unpack)
+        self.text_qkv = Followed(lambda block: self.packed(Part(block, "attn"), _TEXT), PackedLinear.unpack)
+        self.qkv_mlp = Followed(lambda block: SingleInput(block, self), lambda single: single.product.unpack())
 
-    def _packed(self, parent: Any, names: tuple[str, ...]) -> PackedLinear:
+    def packed(self, parent: Any, names: tuple[str, ...]) -> PackedLinear:
         rewrite = "flux.packed_qkv"
         return PackedLinear(parent, names, rewrite, self.counters, enabled=self.plan.enabled(rewrite))
 
@@ -326,7 +323,7 @@ class Flux(FusedModel):
             (qkv[:, t:], attn.norm_q, attn.norm_k, (cos[:, t:], sin[:, t:])),
             (qkv[:, :t], attn.norm_added_q, attn.norm_added_k, (cos[:, :t], sin[:, :t])),
         ):
-            self.rope(part, norm_q.weight, norm_k.weight, *table, _eps(norm_q, h), out=(part[:, :, 0], part[:, :, 1]))
+            self.rope(part, norm_q.weight, norm_k.weight, *table, eps(norm_q, h), out=(part[:, :, 0], part[:, :, 1]))
         a = self.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).flatten(2)
         linear(attn.to_out[0], a[:, t:], out=n[:, t:])
         linear(attn.to_add_out, a[:, :t], out=n[:, :t])
@@ -372,44 +369,8 @@ class Flux(FusedModel):
         return module.eval()  # type: ignore[no-any-return]
 
 
-class _SingleInput:
-    """q, k, v and the MLP input of a single block as one product, and what follows up to the closing product."""
-
-    def __init__(self, block: Any, model: Flux) -> None:
-        self.block, self.model = block, model
-        # proj_mlp sits on the block and to_q on its attention, so the group reads them through one view of both.
-        self.product = model._packed(_View(block), (*_IMAGE, "proj_mlp"))
-
-    def __call__(self, n: torch.Tensor, scratch: torch.Tensor, rotary: Pair, offloaded: bool) -> torch.Tensor:
-        """n [B, S, C] -> [attention | GELU(mlp)] [B, S, C + M], a strided view into the product's output in scratch."""
-        attn = self.block.attn
-        wide = attn.inner_dim
-        x = scratch_part(scratch, n.shape[0], n.shape[1], width_of(self.block))
-        self.product(n, out=x, offloaded=offloaded)
-        qkv = x[..., : 3 * wide].view(*x.shape[:2], 3, -1, attn.head_dim)
-        q, k, v = qkv.unbind(2)
-        self.model.rope(qkv, attn.norm_q.weight, attn.norm_k.weight, *rotary, _eps(attn.norm_q, n), out=(q, k))
-        a, mlp = self.model.attention(q, k, v).flatten(2), x[..., 3 * wide :]
-        self.model.copy_gelu(a, mlp, out=(x[..., 2 * wide : 3 * wide], mlp))
-        return x[..., 2 * wide :]
-
-
-class _View:
-    """Attribute access to a single block's attention projections and MLP projection, as they are at the moment."""
-
-    def __init__(self, block: Any) -> None:
-        self._block = block
-
-    def __getattr__(self, name: str) -> Any:
-        return self._block.proj_mlp if name == "proj_mlp" else getattr(self._block.attn, name)
-
-
 def _argument(position: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[position] if len(args) > position else kwargs.get(name)
-
-
-def _eps(norm: Any, x: torch.Tensor) -> float:
-    return torch.finfo(x.dtype).eps if norm.eps is None else float(norm.eps)
 
 
 def _rotary(m: Any, txt_ids: torch.Tensor, img_ids: torch.Tensor) -> Pair:

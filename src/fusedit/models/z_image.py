@@ -25,8 +25,9 @@ from fusedit.models._z_image_layout import Layout, Table, patches, unpatched
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
-from fusedit.runtime.linear import PackedLinear, Part, linear, multiply
+from fusedit.runtime.linear import PackedLinear, Part, linear
 from fusedit.runtime.lora_scale import lora_scaled
+from fusedit.runtime.product import multiply
 
 _QKV: Final = ("to_q", "to_k", "to_v")
 _NOTHING: Final = nn.Module()

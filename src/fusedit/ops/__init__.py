@@ -23,7 +23,7 @@ __all__ = ["registry", "triton_status"]
 
 def registry() -> Any:
     """Every op by name: a mapping of name to Op. Loads them all; a broken file raises."""
-    return importlib.import_module("fusedit.ops._op").registry()
+    return importlib.import_module("fusedit.ops._registry").registry()
 
 
 def triton_status(device: Any = None, dtype: Any = None) -> tuple[bool, str]:
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module 'fusedit.ops' has no attribute {name!r}")
     try:
-        op = importlib.import_module("fusedit.ops._op").load(name)
+        op = importlib.import_module("fusedit.ops._registry").load(name)
     except ModuleNotFoundError as error:
         if error.name != f"fusedit.ops.{name}":
             raise

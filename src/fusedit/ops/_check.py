@@ -11,23 +11,59 @@ import torch
 from fusedit.errors import OpError
 
 Tensor = torch.Tensor
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+STRIDED = torch.strided
+_COUNTS = {1: "one dimension", 2: "two dimensions"}
 
 
 def show(t: object) -> str:
-    """`bfloat16[1, 4608, 3072] on cuda:0`."""
+    """`bfloat16[1, 4608, 3072] on cuda:0`; of what is no tensor its type, and its value where that is short."""
     if not isinstance(t, Tensor):
-        return f"{type(t).__name__} {t!r}"
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
+        kind = type(t).__name__
+        if isinstance(t, list | tuple):
+            return f"a {kind} of {len(t)}"
+        value = repr(t)
+        return kind if "\n" in value or len(value) > 60 else f"{kind} {value}"
+    dtype = str(t.dtype).removeprefix("torch.")
+    if t.is_nested:  # has no shape
+        return f"nested {dtype} on {t.device}"
+    layout = "" if t.layout is STRIDED else f"{str(t.layout).removeprefix('torch.').removeprefix('_')} "
+    return f"{layout}{dtype}{list(t.shape)} on {t.device}"
+
+
+def dense(op: str, name: str, t: Any) -> None:
+    """`t` is a tensor whose elements lie at strides in memory, as they are: not sparse, nested or quantised."""
+    if not isinstance(t, Tensor):
+        raise OpError(f"{op}: {name} must be a tensor, not {show(t)}")
+    if t.is_nested:
+        raise OpError(f"{op}: {name} must be a dense tensor, not {show(t)}; pad it with to_padded_tensor()")
+    if t.layout is not STRIDED:
+        raise OpError(f"{op}: {name} must be a dense tensor, not {show(t)}; convert it with to_dense()")
+    if t.is_quantized:
+        raise OpError(f"{op}: {name} must be floating point, not {show(t)}; convert it with dequantize()")
+
+
+def tensors(op: str, name: str, values: Any) -> None:
+    """`values` is a list, whose items are left to other checks."""
+    if not isinstance(values, list | tuple):
+        wrap = f"; for one, give [{name}]" if isinstance(values, Tensor) else ""
+        raise OpError(f"{op}: {name} must be a list of tensors, not {show(values)}{wrap}")
 
 
 def activation(op: str, name: str, x: Any, letters: str) -> None:
-    """`x` is a floating point tensor with one dimension a letter."""
+    """`x` is a floating point tensor with one dimension a letter; with dots alone, as many as dots at least."""
     if not isinstance(x, Tensor):
         raise OpError(f"{op}: {name} must be a tensor, not {show(x)}")
-    if x.dtype not in FLOATS:
+    if x.dtype not in FLOATS or x.layout is not STRIDED:
+        dense(op, name, x)
         raise OpError(f"{op}: {name} must be float16, bfloat16 or float32, not {show(x)}")
     if x.ndim != len(letters):
+        dense(op, name, x)
+        if not letters.strip("."):
+            if x.ndim > len(letters):
+                return
+            least = _COUNTS.get(len(letters), f"{len(letters)} dimensions")
+            raise OpError(f"{op}: {name} must have at least {least}, not {show(x)}")
         raise OpError(f"{op}: {name} must be [{', '.join(letters)}], not {show(x)}")
 
 
@@ -36,6 +72,8 @@ def like(op: str, name: str, t: Any, x: Tensor, shape: Sequence[int] | None = No
     want = x.shape if shape is None else shape
     if not isinstance(t, Tensor):
         raise OpError(f"{op}: {name} must be a tensor, not {show(t)}")
+    if t.layout is not STRIDED:
+        dense(op, name, t)
     if t.dtype is not x.dtype or t.device != x.device or t.shape != want:
         dtype = str(x.dtype).removeprefix("torch.")
         raise OpError(f"{op}: {name} must be {dtype}{list(want)} on {x.device}, not {show(t)}")
@@ -45,6 +83,8 @@ def vector(op: str, name: str, t: Any, x: Tensor, shape: tuple[int, ...], letter
     """`t` is a floating point tensor of this shape on the device of `x`; its dtype may differ (fp32 weights)."""
     if not isinstance(t, Tensor):
         raise OpError(f"{op}: {name} must be a tensor, not {show(t)}")
+    if t.layout is not STRIDED:
+        dense(op, name, t)
     if t.dtype not in FLOATS or t.device != x.device or t.shape != shape:
         raise OpError(
             f"{op}: {name} must be [{', '.join(letters)}] = {list(shape)}, floating point on {x.device}, not {show(t)}"

@@ -13,6 +13,16 @@ from fusedit.ops._triton import kernel, tl
 Tensor = torch.Tensor
 
 
+def run(kernel: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+    """Launches a kernel whose parameters are the inputs, out, S, C and parts, two steps of each tensor, constexprs."""
+    tensors = fold(*inputs, out)
+    vec = _rows.vector(tensors[0].shape[-1], tensors[-1], *tensors[:-1])
+    made = plan(vec, tensors[0].shape, out.shape[-1], _rows.launch(out.device))
+    steps = [step for t in tensors for step in _rows.steps(t, vec)]
+    kernel[made.grid](*tensors, *made.numbers, *steps, **made.constexprs, num_warps=4, enable_fp_fusion=True)
+    return out
+
+
 class Plan(NamedTuple):
     """How to launch: the grid, the numbers a kernel gets (rows S, columns C in units of VEC, parts of a row), and the
     constexprs."""

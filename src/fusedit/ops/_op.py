@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Final, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_type_hints
+from typing import Any, Final, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 
-from fusedit.errors import OpError
-from fusedit.ops import _check, _triton
+from fusedit.errors import FuseditError, OpError
+from fusedit.ops import _library, _outputs, _triton
 from fusedit.ops._cases import Case
+from fusedit.ops._signature import Signature
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,17 +21,6 @@ Tensor = torch.Tensor
 
 EXACTNESS: Final = ("bitwise", "reordered", "lossy")
 """`bitwise`: the same bits as stock; `reordered`: the same mathematics, other rounding; `lossy`: approximates."""
-
-_LIBRARY: Final = torch.library.Library("fusedit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_SCHEMA: Final[Mapping[Any, str]] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    list[Tensor]: "Tensor[]",
-    float: "float",
-    float | None: "float?",
-    int: "int",
-    bool: "bool",
-}
 
 
 class Cost(NamedTuple):
@@ -134,36 +121,84 @@ class Op(Generic[P, R]):
         self._fits = fits
         self._allocate = allocate
         self._mixed = mixed
-        self._first, self._outputs = self._register(launch)
-        self._functional = getattr(torch.ops.fusedit, self.name).default
-        self._mutating = getattr(torch.ops.fusedit, f"{self.name}_out").default
+        self._signature = Signature(launch)
+        self._first, self._outputs = self._signature.first, self._signature.outputs
+        self._functional, self._mutating = _library.register(self._signature, self._guarded, check, allocate)
 
     def __repr__(self) -> str:
         return f"<op {self.name}: {self.summary}>"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # The dispatcher costs about 15 us a call: only tracers and tensor subclasses, which must see one node, take it.
-        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        traced = torch.compiler.is_compiling() or _dispatch_stack() > 0
         if traced or (args and type(args[0]) not in _ORDINARY and isinstance(args[0], Tensor)):
-            return cast(R, self._traced(args, dict(kwargs)))
+            return self._traced(args, dict(kwargs))  # type: ignore[no-any-return]
         out = kwargs.pop("out", None)
-        return cast(R, self._run(args, kwargs, out))
+        try:
+            return self._run(args, kwargs, out)  # type: ignore[no-any-return]
+        except Exception as error:
+            self._explain(error, args, kwargs, out)
+            raise
 
     def plain(self, *args: Any, out: Any = None, **kwargs: Any) -> R:
         """Plain torch in the input's dtype: on a CPU, without triton, and where a plan switches the rewrite off."""
-        if not self._mixed:
-            x: Tensor = self._lead(args, kwargs)
-            dtype = x.dtype
-            for t in args:
-                if isinstance(t, Tensor) and t.dtype is not dtype and t.is_floating_point():
-                    return cast(R, self._plain_mixed(dtype, args, kwargs, out))
-            for t in kwargs.values():
-                if isinstance(t, Tensor) and t.dtype is not dtype and t.is_floating_point():
-                    return cast(R, self._plain_mixed(dtype, args, kwargs, out))
-        return self._plain(*args, out=out, **kwargs)  # type: ignore[no-any-return]
+        try:
+            if not self._mixed:
+                x: Tensor = self._lead(args, kwargs)
+                dtype = x.dtype
+                for t in args:
+                    if isinstance(t, Tensor) and t.dtype is not dtype and t.is_floating_point():
+                        return cast(R, self._plain_mixed(dtype, args, kwargs, out))
+                for t in kwargs.values():
+                    if isinstance(t, Tensor) and t.dtype is not dtype and t.is_floating_point():
+                        return cast(R, self._plain_mixed(dtype, args, kwargs, out))
+            return self._plain(*args, out=out, **kwargs)  # type: ignore[no-any-return]
+        except Exception as error:
+            self._explain(error, args, kwargs, out)
+            raise
 
     def backend(self, *args: Any, **kwargs: Any) -> Backend:
         """Which implementation would serve this call, and why no faster one does."""
+        try:
+            if kwargs or len(args) > len(self._signature.kinds):  # what a check may pass over
+                self._signature.judge(args, kwargs)
+            self._check(*args, **kwargs)
+            return self._backend(args, kwargs)
+        except Exception as error:
+            self._explain(error, args, kwargs)
+            raise
+
+    def builds(self) -> tuple[Build, ...]:
+        """Every kernel variant that the models' sizes need, for compilation ahead of time; empty without triton."""
+        return tuple(self._builds()) if _triton.status()[0] else ()
+
+    # -- how a call runs ---------------------------------------------------------------------------------------------
+
+    def _lead(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return args[0] if args else kwargs[self._first]
+
+    def _explain(self, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any = None) -> None:
+        """Raises OpError where a call failed for its arguments.
+
+        Asked only then, so that calls which succeed do not pay for arguments that almost nobody gives.
+        """
+        if isinstance(error, FuseditError | torch.OutOfMemoryError):
+            return
+        self._signature.judge(args, kwargs)
+        shapes = self._check(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._refuse_grad((*args, *kwargs.values()))
+        if out is not None:
+            self._accept(out, shapes, self._lead(args, kwargs), args, kwargs)
+
+    def _guarded(self, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+        try:
+            return self._run(args, kwargs, out)
+        except Exception as error:
+            self._explain(error, args, kwargs, out)
+            raise
+
+    def _backend(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Backend:
         if self._choose is not None:
             return self._choose(*args, **kwargs)
         x = self._lead(args, kwargs)
@@ -175,27 +210,18 @@ class Op(Generic[P, R]):
             usable = not reason
         return Backend("triton", "") if usable else Backend("plain", reason)
 
-    def builds(self) -> tuple[Build, ...]:
-        """Every kernel variant that the models' sizes need, for compilation ahead of time; empty without triton."""
-        return tuple(self._builds()) if _triton.status()[0] else ()
-
-    # -- how a call runs ---------------------------------------------------------------------------------------------
-
-    def _lead(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return args[0] if args else kwargs[self._first]
-
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
         shapes = self._check(*args, **kwargs)
         if torch.is_grad_enabled():
             self._refuse_grad((*args, *kwargs.values()))
         x: Tensor = self._lead(args, kwargs)
-        outs = None if out is None else self._accept(out, shapes, x, args, kwargs)
+        outs: Sequence[Tensor] | None = None if out is None else self._accept(out, shapes, x, args, kwargs)
         for shape in shapes:
             if 0 in shape:
                 return out if out is not None else self._pack([self._allocate(x, shape) for shape in shapes])
         if self._choose is not None:
             return self._on_device(x, args, kwargs, out)
-        backend = _ON_CPU if x.is_cpu and not _triton.INTERPRETING else self.backend(*args, **kwargs)
+        backend = _ON_CPU if x.is_cpu and not _triton.INTERPRETING else self._backend(args, kwargs)
         self.ran[backend.name] += 1
         if backend.name == "plain":
             result = self.plain(*args, **kwargs, out=out)
@@ -226,9 +252,18 @@ class Op(Generic[P, R]):
         out = kwargs.pop("out", None)
         if torch.is_grad_enabled():
             self._refuse_grad((*args, *kwargs.values()))
+        if torch.compiler.is_compiling():
+            return self._dispatched(args, kwargs, out)
+        try:
+            return self._dispatched(args, kwargs, out)
+        except Exception as error:
+            self._explain(error, args, kwargs, out)
+            raise
+
+    def _dispatched(self, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
         if out is None:
             return self._functional(*args, **kwargs)
-        outs = [out] if self._outputs == 1 else out
+        outs = self._signature.outs(out)
         self._mutating(*args, **kwargs, **{f"out_{place}": t for place, t in enumerate(outs)})
         return out
 
@@ -248,90 +283,33 @@ class Op(Generic[P, R]):
             target.copy_(t)
         return out
 
-    def _pack(self, tensors: list[Tensor]) -> Any:
+    def _pack(self, tensors: Sequence[Tensor]) -> Any:
         return tensors[0] if self._outputs == 1 else tuple(tensors)
 
     def _refuse_grad(self, values: Sequence[Any]) -> None:
-        for t in values:
-            if isinstance(t, Tensor) and t.requires_grad:
+        for value in values:
+            if isinstance(value, Tensor):
+                wanted = value.requires_grad
+            else:
+                listed = isinstance(value, list | tuple)
+                wanted = listed and any(isinstance(t, Tensor) and t.requires_grad for t in value)
+            if wanted:
                 raise OpError(f"{self.name} has no gradient: call it under torch.no_grad(), or use the stock module")
 
     def _accept(
         self, out: Any, shapes: Sequence[Sequence[int]], x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[Tensor]:
-        """Checks `out`: shape, dtype, device, and that it lies on an input exactly or not at all."""
-        outs = [out] if self._outputs == 1 else list(out) if isinstance(out, tuple | list) else []
-        if len(outs) != self._outputs:
-            raise OpError(f"{self.name}: out must be a tuple of {self._outputs} tensors")
+    ) -> tuple[Tensor, ...]:
+        outs = self._signature.outs(out)
         if self._reads is not None:
-            inputs = list(self._reads(*args, **kwargs))
+            inputs = self._reads(*args, **kwargs)
         else:
-            inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        for place, (target, shape) in enumerate(zip(outs, shapes, strict=True)):
-            name = "out" if self._outputs == 1 else f"out[{place}]"
-            _check.like(self.name, name, target, x, shape)
-            if target.requires_grad and torch.is_grad_enabled():
-                raise OpError(f"{self.name}: {name} requires a gradient; call it under torch.no_grad()")
-            if not target.is_contiguous() and _check.self_overlap(target):
-                raise OpError(f"{self.name}: {name} has several indices for one element (strides {target.stride()})")
-            for index, source in enumerate(inputs):
-                if target is source and self._reads is None:
-                    continue
-                if _check.overlap(target, source) and not (
-                    _check.same_place(target, source) and (self._reads is None or index == place)
-                ):
-                    raise OpError(
-                        f"{self.name}: {name} {_check.show(target)} partly overlaps an input {_check.show(source)}; "
-                        "it may lie exactly on an input of its shape, or apart from all"
-                    )
-            for other in outs[:place]:
-                if _check.overlap(target, other):
-                    raise OpError(f"{self.name}: {name} overlaps another output")
+            inputs = tuple(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        _outputs.check(self.name, outs, shapes, x, inputs, in_order=self._reads is not None)
         return outs
-
-    # -- torch.library -----------------------------------------------------------------------------------------------
-
-    def _register(self, launch: Callable[..., Any]) -> tuple[str, int]:
-        hints = get_type_hints(launch)
-        outputs = 1 if hints["return"] is Tensor else len(hints["return"].__args__)
-        parameters = [p for p in inspect.signature(launch).parameters.values() if p.name != "out"]
-        declared = []
-        for p in parameters:
-            default = "" if p.default is inspect.Parameter.empty else f"={p.default!r}"
-            declared.append(f"{_SCHEMA[hints[p.name]]} {p.name}{default}")
-        # Not `out`: dynamo refuses an argument of that name that is no dense tensor.
-        names = [f"out_{place}" for place in range(outputs)]
-        results = "Tensor" if outputs == 1 else "(" + ", ".join(["Tensor"] * outputs) + ")"
-        targets = ", ".join(f"Tensor({chr(97 + place)}!) {name}" for place, name in enumerate(names))
-        inputs = ", ".join(declared)
-
-        def functional(*args: Any, **kwargs: Any) -> Any:
-            return self._run(args, kwargs, None)
-
-        def mutating(*args: Any, **kwargs: Any) -> None:
-            outs = [kwargs.pop(name) for name in names]
-            self._run(args, kwargs, self._pack(outs))
-
-        def fake(*args: Any, **kwargs: Any) -> Any:
-            shapes = self._check(*args, **kwargs)
-            return self._pack([self._allocate(self._lead(args, kwargs), shape) for shape in shapes])
-
-        def fake_out(*args: Any, **kwargs: Any) -> None:
-            outs = [kwargs.pop(name) for name in names]
-            for target, shape in zip(outs, self._check(*args, **kwargs), strict=True):
-                _check.like(self.name, "out", target, self._lead(args, kwargs), shape)
-
-        for name, schema, implementation, meta in (
-            (self.name, f"({inputs}) -> {results}", functional, fake),
-            (f"{self.name}_out", f"({inputs}, *, {targets}) -> ()", mutating, fake_out),
-        ):
-            _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
-            _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-            torch.library.register_fake(f"fusedit::{name}", meta, lib=_LIBRARY)
-        return parameters[0].name, outputs
 
 
 _ORDINARY: Final = (Tensor, torch.nn.Parameter)
+_dispatch_stack: Final = torch._C._len_torch_dispatch_stack
 _ON_CPU: Final = Backend("plain", "no kernels for device type cpu")
 
 
@@ -404,24 +382,3 @@ def wide(*tensors: Any) -> Any:
     """References compute in fp32, and in fp64 where the input is fp64."""
     made = [None if t is None else t if t.dtype is torch.float64 else t.float() for t in tensors]
     return made[0] if len(made) == 1 else made
-
-
-@cache
-def registry() -> Mapping[str, Op[..., Any]]:
-    """Every op by name. A file of ops/ whose name has no leading underscore must define exactly the op of its name."""
-    package = importlib.import_module("fusedit.ops")
-    found = {}
-    for module in sorted(m.name for m in pkgutil.iter_modules(package.__path__)):
-        if not module.startswith("_"):
-            found[module] = load(module)
-    return found
-
-
-def load(name: str) -> Op[..., Any]:
-    """The op of one file of ops/; raises where the file breaks the rule."""
-    module = importlib.import_module(f"fusedit.ops.{name}")
-    ops = {key: value for key, value in vars(module).items() if isinstance(value, Op)}
-    own = [key for key, value in ops.items() if value.__wrapped__.__module__ == module.__name__]
-    if own != [name] or ops[name].name != name:
-        raise ImportError(f"fusedit/ops/{name}.py must define exactly one op, named {name}; it defines {own}")
-    return ops[name]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _elementwise, _rows
+from fusedit.ops import _check, _elementwise
 from fusedit.ops._cases import Case, T
 from fusedit.ops._elementwise import places, tile
 from fusedit.ops._op import Build, Cost, op, wide
@@ -114,17 +114,4 @@ CASES = (
 def gelu_tanh(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """gelu(x[..., C]), tanh form; `out` may be a slice of a wider buffer, or lie on x."""
     assert out is not None
-    a, o = _elementwise.fold(x, out)
-    vec = _rows.vector(a.shape[-1], o, a)
-    plan = _elementwise.plan(vec, a.shape, x.shape[-1], _rows.launch(x.device))
-    _kernel[plan.grid](
-        a,
-        o,
-        *plan.numbers,
-        *_rows.steps(a, vec),
-        *_rows.steps(o, vec),
-        **plan.constexprs,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
-    return out
+    return _elementwise.run(_kernel, out, x)

@@ -93,6 +93,8 @@ def check(
     name = "grouped_linear"
     _check.activation(name, "x", x, "RK")
     R, K = x.shape
+    _check.tensors(name, "weights", weights)
+    _check.tensors(name, "biases", biases)
     if not weights or len(weights) != len(biases):
         raise OpError(f"{name}: needs as many weights as biases and at least one, not {len(weights)} and {len(biases)}")
     N = 0
@@ -107,6 +109,8 @@ def check(
     if any(given) and not all(given):
         raise OpError(f"{name}: key, keys and table are given together or not at all")
     if key is not None and keys is not None and table is not None:
+        _check.activation(name, "key", key, "RQ")
+        _check.activation(name, "keys", keys, "JRQ")
         J, Q = keys.shape[0], key.shape[-1]
         for label, t, shape in (("key", key, (R, Q)), ("keys", keys, (J, R, Q))):
             if t.dtype is not torch.float32 or tuple(t.shape) != shape or t.device != x.device:

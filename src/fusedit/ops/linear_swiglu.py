@@ -15,26 +15,22 @@ Source: Shazeer 2020, as the feed-forward of Z-Image uses it (a = w1 x, b = w3 x
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _rows, _triton
+from fusedit.ops import _check, _hopper, _rows
 from fusedit.ops._cases import Case, T
+from fusedit.ops._hopper import BK, BM, BN, STAGES, descriptor, place
 from fusedit.ops._op import Backend, Build, Cost, op, wide
 from fusedit.ops._triton import kernel, tl
 from fusedit.ops.swiglu import swiglu
 
 Tensor = torch.Tensor
-BM: Final = 128
-BF: Final = 128
-"""Columns of y in a tile; the product's tile is twice as wide."""
-BK: Final = 64
-FULL: Final = 0.95
-"""Share of the last wave's multiprocessors (on average over all waves) below which two launches are as fast."""
+BF: Final = BN // 2
+"""Columns of y in a tile."""
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -66,43 +62,12 @@ def reads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     return x[:0], x, weight  # the result may lie on neither
 
 
-@cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def _tiles(x: Tensor, weight: Tensor) -> int:
-    batch, length = (x.shape[0], x.shape[1]) if x.ndim == 3 else (1, x.numel() // x.shape[-1])
-    return batch * _rows.cdiv(length, BM) * _rows.cdiv(weight.shape[0] // 2, BF)
-
-
 def choose(x: Tensor, weight: Tensor) -> Backend:
     """The implementation that serves this call, and why no faster one does."""
-    if x.device.type != "cuda":
-        return Backend("plain", f"no kernels for device type {x.device.type}")
-    usable, reason = _triton.status(x.device, x.dtype)
-    index = x.device.index or 0
-    if not usable:
-        return Backend("separate", reason)
-    if _triton.capability(index) != (9, 0):
-        return Backend("separate", f"written for compute capability 9.0, not {_triton.capability(index)}")
-    reason = _shape_reason(x, weight)
-    if not reason:
-        tiles, count = _tiles(x, weight), _multiprocessors(index)
-        share = tiles / (_rows.cdiv(tiles, count) * count)
-        if share < FULL:
-            reason = f"{tiles} tiles keep only {share:.0%} of {count} multiprocessors busy"
-    return Backend("separate", reason) if reason else Backend("triton", "")
-
-
-def _shape_reason(x: Tensor, weight: Tensor) -> str:
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes half precision, not {str(x.dtype).removeprefix('torch.')}"
-    if x.ndim not in (2, 3):
-        return f"takes two or three dimensions, not {x.ndim}"
-    if weight.shape[0] // 2 % BF or x.shape[-1] % 8 or not weight.is_contiguous() or _rows.vector(8, x, weight) == 1:
-        return f"needs multiples of {BF} columns and rows on 16 bytes"
-    return "" if x.stride(-1) == 1 else "rows of x are not dense"
+    chosen = _hopper.choose(x, weight, weight.shape[0])
+    if chosen.name == "triton" and weight.shape[0] % BN:
+        return Backend("separate", f"needs multiples of {BF} columns, not {weight.shape[0] // 2}")
+    return chosen
 
 
 @kernel
@@ -125,11 +90,8 @@ def _kernel(
     columns = tl.cdiv(F, BF)
     # flatten: loads of the next tile start while this one's gate is computed (9 % on an H200).
     for tile in tl.range(tl.program_id(0), rows * columns, programs, flatten=True):
-        # GROUP row tiles share their weights in L2 before the next columns.
-        first = tile // (GROUP * columns) * GROUP
-        height = tl.minimum(rows - first, GROUP)
-        r = first + tile % (GROUP * columns) % height
-        c = tile % (GROUP * columns) // height * BF
+        r, c = place(tile, rows, columns, GROUP)
+        c *= BF
         acc = tl.zeros((BM, 2 * BF), tl.float32)
         for k in range(tl.cdiv(K, BK)):
             x = x_d.load([r // per_item, r % per_item * BM, k * BK]).reshape(BM, BK)
@@ -149,19 +111,12 @@ def builds() -> list[Build]:
         "weight_d": f"tensordesc<bf16[2,{BF},{BK}]>",
         "y_d": f"tensordesc<bf16[1,{BM},{BF}]>",
     }
-    return [Build.of("bf16-hopper", _kernel, types, _CONSTEXPRS, 8, "no-spill", "descriptors", num_stages=4)]
+    return [Build.of("bf16-hopper", _kernel, types, _CONSTEXPRS, 8, "no-spill", "descriptors", num_stages=STAGES)]
 
 
 def launch(x: Tensor, weight: Tensor, y: Tensor) -> None:
     """The Hopper kernel, whatever the number of tiles: x [B,S,K], weight [2F,K], y [B,S,F] dense rows on 16 bytes."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    def descriptor(t: Tensor, block: list[int]) -> Any:
-        # A dimension of one element may have any stride in torch, but TMA asks for multiples of 16 bytes.
-        strides = [s if n > 1 else 8 * t.shape[-1] for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
-        return TensorDescriptor(t, list(t.shape), [*strides, 1], block)
-
-    programs = min(_multiprocessors(x.device.index or 0) if x.is_cuda else 4, _tiles(x, weight))
+    programs = _hopper.programs(x, weight.shape[0])
     _kernel[(programs,)](
         descriptor(x, [1, BM, BK]),
         descriptor(weight.view(2, weight.shape[0] // 2, -1), [2, BF, BK]),
@@ -173,21 +128,13 @@ def launch(x: Tensor, weight: Tensor, y: Tensor) -> None:
         programs,
         **_CONSTEXPRS,
         num_warps=8,
-        num_stages=4,
+        num_stages=STAGES,
         enable_fp_fusion=True,
     )
 
 
-_ready: set[tuple[int | None, torch.dtype]] = set()
-
-
 def _make_ready(x: Tensor) -> None:
-    """Compile both ways at the first call, so that no later length compiles anything."""
-    key = (x.device.index, x.dtype)
-    if key in _ready or torch.cuda.is_current_stream_capturing():
-        return
-    _ready.add(key)
-    small, weight = x.new_zeros(1, 8, BK), x.new_zeros(2 * BF, BK)
+    small, weight = x.new_zeros(1, 8, BK), x.new_zeros(BN, BK)
     launch(small, weight, x.new_empty(1, 8, BF))
     swiglu(small, small)
 
@@ -224,7 +171,7 @@ def linear_swiglu(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Te
     if name == "plain":
         return plain(x, weight, out=out)
     y = x.new_empty((*x.shape[:-1], weight.shape[0] // 2)) if out is None else out
-    if not _shape_reason(x, weight) and _triton.capability(x.device.index or 0) == (9, 0):
+    if _hopper.first_time("linear_swiglu", x, weight):
         _make_ready(x)
     if name == "separate":
         return swiglu(*F.linear(x, weight).chunk(2, dim=-1), out=y)

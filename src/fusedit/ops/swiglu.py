@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _elementwise, _rows
+from fusedit.ops import _check, _elementwise
 from fusedit.ops._cases import Case, T
 from fusedit.ops._elementwise import places, tile
 from fusedit.ops._op import Build, Cost, op, wide
@@ -124,19 +124,4 @@ CASES = (
 def swiglu(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     """silu(a[..., F]) * b[..., F]; a and b may be halves of one buffer; `out` may lie on a or b."""
     assert out is not None
-    x, y, o = _elementwise.fold(a, b, out)
-    vec = _rows.vector(x.shape[-1], o, x, y)
-    plan = _elementwise.plan(vec, x.shape, a.shape[-1], _rows.launch(a.device))
-    _kernel[plan.grid](
-        x,
-        y,
-        o,
-        *plan.numbers,
-        *_rows.steps(x, vec),
-        *_rows.steps(y, vec),
-        *_rows.steps(o, vec),
-        **plan.constexprs,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
-    return out
+    return _elementwise.run(_kernel, out, a, b)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fusedit.runtime import former
 from fusedit.runtime.counters import Counters
+from fusedit.runtime.product import multiply
 
 
 def linear(layer: Any, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -28,36 +28,6 @@ def linear(layer: Any, x: torch.Tensor, out: torch.Tensor | None = None) -> torc
         y = layer(x)
         return y if out is None else out.copy_(y)
     return multiply(x, layer.weight, layer.bias, out)
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor | None:
-    """[B, S, K] as [B*S, K] without a copy, or None where the strides do not allow it."""
-    if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1):
-        return x.as_strided((x.shape[0] * x.shape[1], x.shape[2]), (x.stride(1), x.stride(2)))
-    return None
-
-
-def multiply(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [B, S, K] @ weight [N, K]^T + bias -> [B, S, N], into `out` where given."""
-    if out is None:  # torch would take a batched product for a slice whose batch stride is that of the whole buffer
-        rows = _rows(x) if x.ndim == 3 else None
-        return F.linear(x, weight, bias) if rows is None else F.linear(rows, weight, bias).view(*x.shape[:2], -1)
-    rows_in, rows_out = _rows(x), _rows(out)
-    if rows_in is not None and rows_out is not None:
-        _product(rows_in, weight, bias, rows_out)
-    else:  # a slice along the sequence with batch > 1: one product an item still fills the chip at image sizes
-        for x_item, out_item in zip(x, out, strict=True):
-            _product(x_item, weight, bias, out_item)
-    return out
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
 
 
 # First layer of a group -> address and size of the storages the group was packed into. Kept here and not on the group:

@@ -23,6 +23,11 @@ def refused(*line: str) -> str:
     return result.stderr
 
 
+@pytest.fixture(autouse=True)
+def arguments_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "present", lambda: pytest.fail("looked for a GPU first"))
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "present", lambda: False)
@@ -32,12 +37,14 @@ def test_no_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", ["step", "launches", "cold-start", "image"])
 def test_unknown_names(command: str) -> None:
     assert "unknown model 'flux.2'; known: flux.1-dev, z-image-turbo" in refused(command, "--model", "flux.2")
-    assert "unknown model ''" in refused(command, "--model", "flux.1-dev,")
+    assert "model is 'flux.1-dev,', with nothing before or after a comma" in refused(command, "--model", "flux.1-dev,")
+    assert "plan is ' '; give at least one plan" in refused(command, "--plans", " ")
     assert "unknown plan 'fast'; known: stock, compile, compile-whole, exact" in refused(command, "--plans", "fast")
 
 
 def test_unknown_op() -> None:
     assert "unknown op 'nope'; known: attention" in refused("ops", "--op", "nope")
+    assert "op is 'swiglu,', with nothing" in refused("ops", "--op", "swiglu,")
 
 
 @pytest.mark.parametrize(
@@ -47,10 +54,14 @@ def test_unknown_op() -> None:
         ("0x512", "a side of 0"),
         ("512x8192", "a side of 8192"),
         ("abc", "'abc' is not WIDTHxHEIGHT"),
-        ("", "'' is not WIDTHxHEIGHT"),
+        ("", "size is ''; give at least one size"),
+        (" , ", "size is ' , '; give at least one size"),
+        ("512 x512", "'512 x512' is not WIDTHxHEIGHT"),
         ("512", "'512' is not WIDTHxHEIGHT"),
         ("-512x512", "'-512x512' is not WIDTHxHEIGHT"),
-        ("512x512,", "'' is not WIDTHxHEIGHT"),
+        ("512x512,", "size is '512x512,', with nothing before or after a comma; give a size there, or drop it"),
+        (",512x512", "size is ',512x512', with nothing before or after a comma"),
+        ("512x512, ,768x768", "size is '512x512, ,768x768', with nothing before or after a comma"),
     ],
 )
 @pytest.mark.parametrize("command", ["step", "launches", "image"])
@@ -58,14 +69,17 @@ def test_sizes(command: str, size: str, said: str) -> None:
     assert said in refused(command, "--size", size)
 
 
-@pytest.mark.parametrize("batch", ["0", "65", "x", "", "1.5", "-1"])
+@pytest.mark.parametrize("batch", ["0", "65", "x", "1.5", "-1", "٣"])
 def test_batches(batch: str) -> None:
     assert f"batch {batch!r} is not a whole number from 1 to 64" in refused("step", "--batch", batch)
+    assert "batch is '1,', with nothing before or after a comma" in refused("step", "--batch", "1,")
+    assert "batch is ''; give at least one batch" in refused("step", "--batch", "")
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "601"])
-def test_seconds(seconds: str) -> None:
-    assert "give a number above 0 and up to 600" in refused("step", "--seconds", seconds)
+@pytest.mark.parametrize("command", ["step", "ops"])
+def test_seconds(command: str, seconds: str) -> None:
+    assert "give a number above 0 and up to 600" in refused(command, "--seconds", seconds)
 
 
 def test_pictures() -> None:
@@ -73,24 +87,23 @@ def test_pictures() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_file_that_cannot_be_written_is_found_first(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "present", lambda: pytest.fail("looked for a GPU first"))
+def test_a_file_that_cannot_be_written_is_found_first(command: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     assert "is not a folder" in refused(command, "--json", str(file / "rows.json"))
     assert "does not end in .json" in refused(command, "--json", str(tmp_path / "rows.txt"))
     (tmp_path / "folder.json").mkdir()
+    assert "cannot write to '/proc/none'" in refused(command, "--json", "/proc/none/rows.json")
     assert "is a folder" in refused(command, "--json", str(tmp_path / "folder.json"))
-    (tmp_path / "other.json").write_text('{"schema": 1}')
-    assert "is not from fusedit" in refused(command, "--json", str(tmp_path / "other.json"))
+    for content in ('{"schema": 1}', "[" * 100_000):
+        (tmp_path / "other.json").write_text(content)
+        assert "is not from fusedit" in refused(command, "--json", str(tmp_path / "other.json"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder.json", "other.json"]
 
 
 def test_what_is_right_is_read() -> None:
-    assert arguments.sizes("1024x1024, 512x768") == [(1024, 1024), (512, 768)]
-    assert arguments.batches("1,4,1") == [1, 4]
+    assert arguments.sizes("1024x1024, 512x768,1024x1024 , 0512x768") == [(1024, 1024), (512, 768)]
+    assert arguments.batches(" 1,4,1, 04") == [1, 4]
     assert arguments.names("b,a,b", ("a", "b"), "letter") == ["b", "a"]
 
 

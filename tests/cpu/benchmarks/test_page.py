@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from benchmarks import page
 from benchmarks.__main__ import app
 from benchmarks.environment import ROOT
 from benchmarks.page import RESULTS, pages
-from benchmarks.results import Results, Row, Run, read
+from benchmarks.reading import read
+from benchmarks.results import Results, Row, Run
 
 
 def rows(exact_error: float = 0.1, benchmark: str = "step", **changes: Any) -> tuple[Row, ...]:
@@ -191,3 +193,77 @@ def test_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     result = CliRunner().invoke(app, ["page", "--out", str(out)])
     assert result.exit_code == 2
     assert "there is no results file" in result.stderr
+
+
+def whole(**changes: Any) -> dict[str, Any]:
+    row = {"benchmark": "step", "model": "m", "size": "16x16", "batch": 1, "plan": "exact", "ms": 1.0}
+    return {"device": "GPU", "date": "2026-01-02", "rows": [{**row, **changes}]}
+
+
+FOREIGN: list[tuple[Any, str]] = [
+    ("", "it is empty (line 1, column 1)"),
+    ('{"device": "GPU", "rows": [', "it ends too early (line 1, column 28)"),
+    ("root:x:0:0", "it is not JSON (line 1, column 1)"),
+    ("[" * 100_000, "it is nested too deep"),
+    (b"\xff\xfe", "it is not UTF-8 text"),
+    ("1" * 5000, "it holds a number that is too long"),
+    ('{"ms": NaN}', "it holds NaN, which is no JSON"),
+    ([1], "the file is a list, not an object"),
+    ({}, "the file has no 'device'"),
+    ({"device": "GPU", "date": 3, "rows": []}, "'date' of the file must be text, not 3"),
+    ({"device": "GPU", "date": "2026-01-02"}, "it has no rows"),
+    ({"device": "GPU", "date": "2026-01-02", "rows": {}}, "it has no rows"),
+    ({"device": "GPU", "date": "2026-01-02", "rows": [1]}, "row 1 is 1, not an object"),
+    ({"device": "GPU", "date": "2026-01-02", "rows": [{}]}, "row 1 has no 'benchmark'"),
+    ({**whole(), "versions": []}, "'versions' of the file must be an object of texts, not a list"),
+    ({**whole(), "power_limit_w": "much"}, "'power_limit_w' of the file must be a number, not \"much\""),
+    (whole(ms="fast"), "'ms' of row 1 must be a number above 0, not \"fast\""),
+    (whole(ms=0), "'ms' of row 1 must be a number above 0, not 0"),
+    (whole(batch=True), "'batch' of row 1 must be a whole number above 0, not true"),
+    (whole(spread=[1]), "'spread' of row 1 must be two numbers, not a list"),
+    (whole(rel_error={}), "'rel_error' of row 1 must be a number, not an object"),
+    (whole(correct="yes"), "'correct' of row 1 must be true or false, not \"yes\""),
+    (whole(benchmark="ops", tb_s="x"), "'tb_s' of row 1 must be a number, not \"x\""),
+    (whole(benchmark="ceiling"), "row 1 has no 'tb_s'"),
+]
+
+
+@pytest.mark.parametrize(("content", "what"), FOREIGN, ids=range(len(FOREIGN)))
+def test_a_file_that_is_no_results_file_leaves_the_pages_alone(tmp_path: Path, content: Any, what: str) -> None:
+    Results(tmp_path / "a.json").add(rows())
+    (tmp_path / "performance.md").write_text("as it was")
+    path = tmp_path / "b.json"
+    path.write_bytes(content if isinstance(content, bytes) else _text(content).encode())
+    result = CliRunner().invoke(app, ["page", str(tmp_path / "a.json"), str(path), "--out", str(tmp_path)])
+    assert result.exit_code == 2, result.output
+    said = f"benchmarks: {str(path)!r} is no results file of these benchmarks: {what}; name one that --json has written"
+    assert result.stderr == f"{said}\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "b.json", "performance.md"]
+    assert (tmp_path / "performance.md").read_text() == "as it was"
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content)
+
+
+def test_a_folder_or_nothing_is_no_results_file(tmp_path: Path) -> None:
+    for path, why in ((tmp_path, "is a directory"), (tmp_path / "none.json", "no such file or directory")):
+        result = CliRunner().invoke(app, ["page", str(path), "--out", str(tmp_path / "docs")])
+        assert (result.exit_code, f"it cannot be read ({why})" in result.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_without_a_measurement_leave_the_pages_alone(tmp_path: Path) -> None:
+    path = tmp_path / "empty.json"
+    path.write_text(json.dumps({**whole(), "rows": []}))
+    result = CliRunner().invoke(app, ["page", str(path), "--out", str(tmp_path / "docs")])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "no measurement in it" in result.stderr
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_least_that_a_results_file_holds_gives_a_page(tmp_path: Path) -> None:
+    for benchmark in ("step", "launches", "image", "cold-start", "new-size", "ops", "other"):
+        path = tmp_path / f"{benchmark}.json"
+        path.write_text(json.dumps(whole(benchmark=benchmark, plan="fused", rel_error="nan", stock_rel_error=0.1)))
+        assert "performance.md" in pages(read([path]))

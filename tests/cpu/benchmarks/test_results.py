@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results, table
-from benchmarks.results import Results, Row, read
+from benchmarks.reading import read
+from benchmarks.results import Results, Row
 from fusedit.errors import OutputError, UsageError
 
 KEYS = {
@@ -128,7 +129,7 @@ def test_files_that_are_none_of_ours(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(UsageError, match="is no results file"):
         read([path])
-    with pytest.raises(UsageError, match="No such file"):
+    with pytest.raises(UsageError, match="no such file"):
         read([tmp_path / "absent.json"])
 
 

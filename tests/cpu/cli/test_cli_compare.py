@@ -88,6 +88,11 @@ def test_no_prompt_is_wrong_use(shell: Any) -> None:
     assert shell("compare").exit_code == 2
 
 
+def test_a_plan_nested_too_deep(shell: Any) -> None:
+    (shell.folder / "deep.json").write_text("[" * 100_000)
+    assert "'deep.json' is nested too deep" in shell.refused("compare", "-p", "fox", "--plan", "deep.json")
+
+
 def test_a_plan_of_a_newer_version(shell: Any) -> None:
     (shell.folder / "new.json").write_text('{"schema": 99, "base": "turbo", "more": 1}')
     assert "99" in shell.refused("compare", "-p", "fox", "--plan", "new.json")

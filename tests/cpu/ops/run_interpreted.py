@@ -12,7 +12,7 @@ import torch
 
 from fusedit import ops
 from fusedit.ops import _triton
-from fusedit.ops._verify import error, verify
+from fusedit.ops._verify import double, error, verify
 
 
 def main() -> None:
@@ -32,18 +32,21 @@ def main() -> None:
     if share == 0:
         found["group_norm_silu/large-mean"] = large_mean()
         for dtype in (torch.float32, torch.float16):
-            found[f"linear_swiglu/persistent/{str(dtype)[6:]}"] = persistent(dtype)
+            for name in ("linear_gelu", "linear_swiglu"):
+                found[f"{name}/persistent/{str(dtype)[6:]}"] = persistent(name, dtype)
     print(json.dumps(found))
 
 
-def persistent(dtype: torch.dtype) -> dict[str, float | bool]:
-    """The kernel of linear_swiglu itself, which the op takes on Hopper alone."""
-    launch = importlib.import_module("fusedit.ops.linear_swiglu").launch
+def persistent(name: str, dtype: torch.dtype) -> dict[str, float | bool]:
+    """The kernel of an op that takes it on Hopper alone: two items, a slice, tiles that end inside."""
+    launch, op = importlib.import_module(f"fusedit.ops.{name}").launch, ops.registry()[name]
     x, weight = torch.randn(2, 330, 72).to(dtype)[:, 30:], (torch.randn(512, 72) / 8).to(dtype)
-    buffer = torch.full((2, 310, 264), float("nan"), dtype=dtype)
-    y = buffer[:, 5:305, :256]
-    launch(x, weight, y)
-    made = error(y, ops.linear_swiglu.reference(x.double(), weight.double())).relative_l2
+    rest = (torch.randn(512).to(dtype), 128) if name == "linear_gelu" else ()
+    truth = op.reference(*map(double, (x, weight, *rest)))
+    buffer = torch.full((2, 310, truth.shape[-1] + 8), float("nan"), dtype=dtype)
+    y = buffer[:, 5:305, :-8]
+    launch(x, weight, *rest, y)
+    made = error(y, truth).relative_l2
     y.fill_(float("nan"))
     return {"error": made, "outside": bool(buffer.isnan().all())}
 

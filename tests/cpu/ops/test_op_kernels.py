@@ -37,9 +37,10 @@ def test_group_norm_does_not_cancel(interpreted: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_persistent_swiglu_product(interpreted: dict[str, Any], dtype: str) -> None:
+@pytest.mark.parametrize("name", ["linear_gelu", "linear_swiglu"])
+def test_persistent_product(interpreted: dict[str, Any], name: str, dtype: str) -> None:
     """Tiles that end inside, two items, a slice, more tiles than programs; memory around the result stays as it was."""
-    found = interpreted[f"linear_swiglu/persistent/{dtype}"]
+    found = interpreted[f"{name}/persistent/{dtype}"]
     assert found["error"] < (1e-6 if dtype == "float32" else 1e-3)
     assert found["outside"]
 

@@ -249,7 +249,7 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("layer_norm_modulate", (X, V.long(), V), {}, r"scale must be .* not int64"),
     ("layer_norm_modulate", (X, V.to("meta"), V), {}, r"scale must be .* on cpu, not float32\[2, 16\] on meta"),
     ("layer_norm_modulate", (None, V, V), {}, r"x must be a tensor, not NoneType None"),
-    ("layer_norm_modulate", ([1.0], V, V), {}, r"x must be a tensor, not list"),
+    ("layer_norm_modulate", ([1.0], V, V), {}, r"x must be a tensor, not a list of 1"),
     ("layer_norm_modulate", (X, V, V), {"out": X[:1].clone()}, r"out must be float32\[2, 3, 16\] on cpu, not"),
     ("layer_norm_modulate", (X, V, V), {"out": X.half()}, r"out must be float32.* not float16"),
     ("layer_norm_modulate", (X, V, V), {"out": X[:, :1].expand(2, 3, 16)}, r"several indices for one element"),
@@ -271,8 +271,9 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("swiglu", (X, X[..., :8]), {}, r"b must be float32\[2, 3, 16\]"),
     ("group_norm_silu", (IMAGE, V[0, :8], V[0, :8], 3), {}, r"groups must divide the channels .* not 3"),
     ("group_norm_silu", (IMAGE[0], V[0, :8], V[0, :8], 2), {}, r"x must be \[N, C, H, W\]"),
-    ("copy_gelu", (X, X[:, :2]), {}, r"u must have the rows, dtype and device of a"),
-    ("copy_gelu", (X, X[..., :0]), {}, r"a and u must both have columns, not 16 and 0"),
+    ("strided_copy", (torch.tensor(1.0),), {}, r"x must have at least one dimension"),
+    ("linear_gelu", (X, SQUARE, SQUARE[0], 17), {}, r"start must be an integer from 0 to 16, .* not 17"),
+    ("linear_gelu", (X, SQUARE, SQUARE[0], 1.0), {}, r"start must be an integer from 0 to 16, .* not 1.0"),
     ("linear_gelu", (X, V[:, :8], V[:, 0]), {}, r"weight must be float32\[2, 16\]"),
     ("linear_gelu", (X, V, V[0]), {}, r"bias must be float32\[2\]"),
     ("linear_gelu", (V, SQUARE, SQUARE[0]), {"out": V}, r"partly overlaps an input"),
@@ -282,7 +283,7 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("grouped_linear", (V, [V, V[:, :8]], [V[:, 0]] * 2), {}, r"biases\[0\] and its weight|must be contiguous|weights"),
     ("grouped_linear", (V, [V], [V[0]]), {}, r"biases\[0\] must be float32\[2\]"),
     ("grouped_linear", (V, [V], [V[:, 0].clone()], V), {}, r"key, keys and table are given together"),
-    ("grouped_linear", (V, [V], [V[:, 0].clone()], V, V, V), {}, r"keys must be float32\[2, 2, 16\]"),
+    ("grouped_linear", (V, [V], [V[:, 0].clone()], V, V[None, :1], V), {}, r"keys must be float32\[1, 2, 16\]"),
     ("attention", (X[..., None], X[..., None][:1], X[..., None]), {}, r"k must be float32\[2, 3, 16, 1\]"),
     ("attention", (QKV[:, :, 0], QKV[:, :, 1], QKV[:, :2, 2]), {}, r"v must be"),
     ("attention", (QKV[:, :, 0], QKV[:, :, 1], QKV[:, :, 2], COS[0, :, :2]), {}, r"key_mask must be bool"),
@@ -322,11 +323,6 @@ def test_gradients_are_refused_in_one_sentence() -> None:
     out = torch.empty(2, 3, 16, requires_grad=True)
     with pytest.raises(OpError, match="out requires a gradient"):
         ops.gated_residual(X, X, V, out=out)
-
-
-def test_wrong_keyword_is_a_type_error() -> None:
-    with pytest.raises(TypeError):
-        ops.layer_norm_modulate(X, V, V, epsilon=1e-6)
 
 
 # -- results -------------------------------------------------------------------------------------------------------
@@ -391,7 +387,7 @@ def test_cost_takes_the_ops_own_arguments(name: str) -> None:
             args, kwargs = case.build(torch.float16)
             cost = REGISTRY[name].cost(*args, **kwargs)
             assert cost.bytes > 0
-            assert cost.flops > 0
+            assert cost.flops > 0 or name == "strided_copy"
     assert next(iter(inspect.signature(REGISTRY[name].reference).parameters)) in ("x", "q", "qkv", "a")
 
 

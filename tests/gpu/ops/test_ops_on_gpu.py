@@ -86,6 +86,29 @@ def test_a_new_length_compiles_nothing(name: str, monkeypatch: pytest.MonkeyPatc
     assert compiled == []
 
 
+@pytest.mark.parametrize(("name", "which"), [("linear_gelu", "flux-single"), ("linear_swiglu", "z-image")])
+def test_hopper_products_of_any_length(name: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel serves the model's size; lengths whose last wave is short go to the library; nothing compiles."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("written for compute capability 9.0")
+    import triton
+
+    op = ops.registry()[name]
+    case = next(c for c in op.cases if c.name == which)
+    (x, *rest), _ = case.build(torch.bfloat16, "cuda")
+    assert op.backend(x, *rest) == ("triton", "")
+    op(x[:, :1], *rest)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda *_, **info: compiled.append(str(info)))
+    op.ran.clear()
+    truth = op(x, *rest)
+    for first, last in ((0, 1), (3, 131), (64, 1600), (1, 4000)):
+        part = op(x[:, first:last], *rest)
+        assert error(part, truth[:, first:last].double()).relative_l2 < 0.006  # both rounded to bf16
+    assert compiled == []
+    assert set(op.ran) == {"triton", "separate"}
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_memory_is_that_of_the_results(name: str) -> None:
     op = ops.registry()[name]

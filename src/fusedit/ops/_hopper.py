@@ -1,0 +1,98 @@
+"""What the products written for Hopper share: persistent programs, TMA tiles, wgmma, and an epilogue in registers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from fusedit.ops import _rows, _triton
+from fusedit.ops._op import Backend
+from fusedit.ops._triton import kernel, tl
+
+Tensor = torch.Tensor
+BM: Final = 128
+"""Rows of a tile."""
+BN: Final = 256
+"""Columns of a product's tile; its epilogue takes them in two halves."""
+BK: Final = 64
+STAGES: Final = 4
+"""Four stages of 48 KiB and a half of the result fill shared memory."""
+FULL: Final = 0.95
+"""Share of the multiprocessors' time that the last wave must leave in use; below, the library's product is as fast."""
+
+
+def choose(x: Tensor, weight: Tensor, columns: int) -> Backend:
+    """`triton` where a kernel with weight[N, K] as it lies serves x[..., K], with tiles over so many of the N columns;
+    `separate` or, on other devices, `plain` and the reason where none does."""
+    if x.device.type != "cuda":
+        return Backend("plain", f"no kernels for device type {x.device.type}")
+    usable, reason = _triton.status(x.device, x.dtype)
+    if usable:
+        reason = shape_reason(x, weight)
+    if usable and not reason:
+        count, needed = multiprocessors(x.device.index or 0), tiles(x, columns)
+        share = needed / (_rows.cdiv(needed, count) * count)
+        if share < FULL:
+            reason = f"{needed} tiles keep only {share:.0%} of {count} multiprocessors busy"
+    return Backend("separate", reason) if reason else Backend("triton", "")
+
+
+def shape_reason(x: Tensor, weight: Tensor) -> str:
+    """Why the kernels cannot take these at any length, or nothing."""
+    if x.is_cuda and _triton.capability(x.device.index or 0) != (9, 0):
+        return f"written for compute capability 9.0, not {_triton.capability(x.device.index or 0)}"
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes half precision, not {str(x.dtype).removeprefix('torch.')}"
+    if x.ndim not in (2, 3):
+        return f"takes two or three dimensions, not {x.ndim}"
+    if weight.shape[0] % 8 or x.shape[-1] % 8 or not weight.is_contiguous() or _rows.vector(8, x, weight) == 1:
+        return "needs rows on 16 bytes"
+    return "" if x.stride(-1) == 1 else "rows of x are not dense"
+
+
+def tiles(x: Tensor, columns: int) -> int:
+    """Tiles of a product of x [R, K] or [B, S, K] with so many columns (no tile reaches over two items)."""
+    batch, length = (1, x.shape[0]) if x.ndim == 2 else x.shape[:2]
+    return batch * _rows.cdiv(length, BM) * _rows.cdiv(columns, BN)
+
+
+@cache
+def multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def programs(x: Tensor, columns: int) -> int:
+    """One a multiprocessor; a few in the interpreter."""
+    return min(multiprocessors(x.device.index or 0) if x.is_cuda else 4, tiles(x, columns))
+
+
+def descriptor(t: Tensor, block: list[int]) -> Any:
+    """Tiles of a tensor with dense rows on 16 bytes, by TMA."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    # A dimension of one element may have any stride in torch, but TMA asks for multiples of 16 bytes.
+    strides = [s if n > 1 else 8 * t.shape[-1] for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], block)
+
+
+@kernel
+def place(tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
+    """Row and column of a tile in a grid of tiles: GROUP row tiles share their weights in L2 before the next columns."""
+    first = tile // (GROUP * columns) * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    return first + tile % (GROUP * columns) % height, tile % (GROUP * columns) // height
+
+
+_known: set[tuple[str, int | None, torch.dtype]] = set()
+
+
+def first_time(op: str, x: Tensor, weight: Tensor) -> bool:
+    """Whether an op should compile both its ways now, so that no later length does: at the first call
+    of a dtype whose kernel could serve another length."""
+    key = (op, x.device.index, x.dtype)
+    if key in _known or shape_reason(x, weight) or torch.cuda.is_current_stream_capturing():
+        return False
+    _known.add(key)
+    return True

@@ -1,0 +1,65 @@
+"""Registration with torch.library: `fusedit::name` and `fusedit::name_out`, which tracers and tensor subclasses see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from fusedit.ops import _check
+from fusedit.ops._signature import Signature
+
+Tensor = torch.Tensor
+_LIBRARY: Final = torch.library.Library("fusedit", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def register(
+    signature: Signature,
+    run: Callable[[Sequence[Any], dict[str, Any], Any], Any],
+    check: Callable[..., tuple[Sequence[int], ...]],
+    allocate: Callable[..., Tensor],
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Defines both, with their fakes, and returns them: the functional one, and the one that writes into `out_0`, ...
+
+    Args:
+        run: (arguments, keyword arguments, out or None) -> the results.
+        check: the op's arguments -> shapes of the results.
+        allocate: (first argument, shape) -> an empty result.
+    """
+    # Not `out`: dynamo refuses an argument of that name that is no dense tensor.
+    names = [f"out_{place}" for place in range(signature.outputs)]
+    results = "Tensor" if signature.outputs == 1 else "(" + ", ".join(["Tensor"] * signature.outputs) + ")"
+    targets = ", ".join(f"Tensor({chr(97 + place)}!) {name}" for place, name in enumerate(names))
+
+    def pack(tensors: list[Tensor]) -> Any:
+        return tensors[0] if signature.outputs == 1 else tuple(tensors)
+
+    def lead(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return args[0] if args else kwargs[signature.first]
+
+    def functional(*args: Any, **kwargs: Any) -> Any:
+        return run(args, kwargs, None)
+
+    def mutating(*args: Any, **kwargs: Any) -> None:
+        outs = [kwargs.pop(name) for name in names]
+        run(args, kwargs, pack(outs))
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        shapes = check(*args, **kwargs)
+        return pack([allocate(lead(args, kwargs), shape) for shape in shapes])
+
+    def fake_out(*args: Any, **kwargs: Any) -> None:
+        outs = [kwargs.pop(name) for name in names]
+        for target, shape in zip(outs, check(*args, **kwargs), strict=True):
+            _check.like(signature.name, "out", target, lead(args, kwargs), shape)
+
+    for name, schema, implementation, meta in (
+        (signature.name, f"({signature.declared}) -> {results}", functional, fake),
+        (f"{signature.name}_out", f"({signature.declared}, *, {targets}) -> ()", mutating, fake_out),
+    ):
+        _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"fusedit::{name}", meta, lib=_LIBRARY)
+    made = torch.ops.fusedit
+    return getattr(made, signature.name).default, getattr(made, f"{signature.name}_out").default

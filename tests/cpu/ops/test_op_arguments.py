@@ -1,0 +1,174 @@
+"""Arguments that no op takes: each is refused in one sentence, whichever way the op is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusedit import ops
+from fusedit.errors import OpError
+from fusedit.ops._op import Op
+
+# torch warns of what these tests hand in: sparse, nested and quantised tensors.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse CSR tensor support", "ignore:torch.quantize_per_tensor", "ignore:The PyTorch API of nested tensors"
+)
+REGISTRY = ops.registry()
+NAMES = sorted(REGISTRY)
+SEVERAL = [name for name in NAMES if REGISTRY[name]._outputs > 1]
+X, V = torch.randn(2, 3, 16), torch.randn(2, 16)
+W, B = torch.randn(4, 16), torch.randn(4)
+KEY = torch.randn(2, 5)
+SCALAR = torch.tensor(1.0)
+
+
+def small(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return next(case for case in REGISTRY[name].cases if case.name == "small").build(torch.float32)
+
+
+def sentence(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    with torch.no_grad(), pytest.raises(OpError) as raised:
+        call(*args, **kwargs)
+    said = str(raised.value)
+    assert "\n" not in said
+    return said
+
+
+def ways(op: Op[..., Any]) -> tuple[Callable[..., Any], ...]:
+    return op, op.plain, op.backend
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_too_few_and_unknown_arguments(name: str) -> None:
+    args, _ = small(name)
+    for call in ways(REGISTRY[name]):
+        first = REGISTRY[name]._first
+        assert sentence(call).startswith(f"{name}: missing a required argument: '{first}'; it takes ({first}, ")
+        assert sentence(call, *args, epsilon=1).startswith(
+            f"{name}: got an unexpected keyword argument 'epsilon'; it takes ({first}"
+        )
+        assert sentence(call, *args, *range(9)).startswith(f"{name}: ")
+        if len(args) > 1 and name != "attention":
+            assert sentence(call, args[0]).startswith(f"{name}: missing a required argument: ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_first_arguments_that_are_no_dense_tensor(name: str) -> None:
+    (x, *rest), kwargs = small(name)
+    rows = x.reshape(-1, x.shape[-1])
+    wrong: list[tuple[Any, str]] = [
+        (1, "must be a tensor, not int 1"),
+        (None, "must be a tensor, not NoneType None"),
+        ([x, x], "must be a tensor, not a list of 2"),
+        (x.numpy(), "must be a tensor, not ndarray"),
+        (x.to_sparse(), "must be a dense tensor, not sparse_coo float32["),
+        (rows.to_sparse_csr(), "must be a dense tensor, not sparse_csr float32["),
+        (torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "must be floating point, not qint8["),
+        (torch.nested.nested_tensor([rows, rows]), "must be a dense tensor, not nested float32 on cpu; pad it"),
+        (torch.nested.nested_tensor([rows, rows], layout=torch.jagged), "must be a dense tensor, not nested float32"),
+    ]
+    first = REGISTRY[name]._first
+    for value, words in wrong:
+        said = sentence(REGISTRY[name], value, *rest, **kwargs)
+        if name == "qk_norm_rope" and "must be [B, S, 3, H, D]" in said:
+            continue
+        assert said.startswith(f"{name}: {first} {words}")
+
+
+def test_later_arguments_that_are_no_dense_tensor() -> None:
+    assert "swiglu: b must be a dense tensor, not sparse_coo" in sentence(ops.swiglu, X, X.to_sparse())
+    nested = torch.nested.nested_tensor([W, W])
+    assert "scale must be a dense tensor, not nested" in sentence(ops.layer_norm_modulate, X, nested, V)
+    assert "y must be a dense tensor, not mkldnn" in sentence(ops.gated_residual, X, X.to_mkldnn(), V)
+    assert "out must be a dense tensor, not sparse_coo" in sentence(ops.gelu_tanh, V, out=V.to_sparse())
+    assert "v must be a tensor, not int 3" in sentence(ops.attention.backend, *torch.randn(2, 1, 4, 2, 8), 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((V, W, B), "weights must be a list of tensors, not float32[4, 16] on cpu; for one, give [weights]"),
+        ((V, W[:1, :1], B), "weights must be a list of tensors, not float32[1, 1]"),
+        ((V, None, None), "weights must be a list of tensors, not NoneType None"),
+        ((V, [W], B), "biases must be a list of tensors, not float32[4] on cpu"),
+        ((V, [1], [B]), "weights[0] must be a tensor, not int 1"),
+        ((V, [W], [None]), "biases[0] must be a tensor, not NoneType None"),
+        ((V, [W.to_sparse()], [B]), "weights[0] must be a dense tensor, not sparse_coo"),
+        ((V, [W], [B], 1, 2, 3), "key must be a tensor, not int 1"),
+        ((V, [W], [B], KEY, [KEY], KEY), "keys must be a tensor, not a list of 1"),
+        ((V, [W], [B], KEY, KEY[None], 7), "table must be a tensor, not int 7"),
+        ((V, [W], [B], SCALAR, KEY[None], W), "key must be [R, Q], not float32[] on cpu"),
+        ((V, [W], [B], KEY, SCALAR, W), "keys must be [J, R, Q], not float32[] on cpu"),
+        ((V, [W], [B], KEY, KEY[None], SCALAR), "table must be float32[1, 2, 4] on cpu, not float32[] on cpu"),
+        ((V, [W], [B], KEY.half(), KEY[None], W), "key must be float32[2, 5] on cpu, not float16[2, 5] on cpu"),
+    ],
+)
+def test_lists_and_tables_of_grouped_linear(arguments: tuple[Any, ...], words: str) -> None:
+    for call in (ops.grouped_linear, ops.grouped_linear.backend):
+        assert sentence(call, *arguments).startswith(f"grouped_linear: {words}")
+
+
+def test_a_tensor_in_a_list_that_requires_grad() -> None:
+    wanting = W.clone().requires_grad_()
+    for call in (ops.grouped_linear, torch.ops.fusedit.grouped_linear, ops.grouped_linear.plain):
+        for arguments in ((V, [W, wanting], [B, B]), (V, [W], [B.clone().requires_grad_()])):
+            with pytest.raises(OpError, match=r"^grouped_linear has no gradient: call it under torch.no_grad\(\), or"):
+                call(*arguments)
+    with torch.no_grad():
+        assert not ops.grouped_linear(V, [wanting], [B])[0].requires_grad
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_outputs_are_a_tuple_of_as_many_as_there_are(name: str) -> None:
+    args, kwargs = small(name)
+    outs = tuple(torch.full_like(t, 7.0) for t in REGISTRY[name](*args, **kwargs))
+    for out, words in (
+        (list(outs), "a list of 2"),
+        (outs[:1], "a tuple of 1"),
+        ((*outs, outs[0]), "a tuple of 3"),
+        (outs[0], "float32["),
+        ({}, "dict {}"),
+    ):
+        said = sentence(REGISTRY[name], *args, **kwargs, out=out)
+        assert said.startswith(f"{name}: out must be a tuple of 2 tensors, not {words}")
+    assert "out[1] must be a tensor, not NoneType None" in sentence(
+        REGISTRY[name], *args, **kwargs, out=(outs[0], None)
+    )
+    assert all(bool((t == 7).all()) for t in outs)
+    assert "out must be a tuple of 2 tensors" in sentence(REGISTRY[name].plain, *args, **kwargs, out=outs[:1])
+
+
+def test_the_one_output_is_a_tensor() -> None:
+    assert sentence(ops.gelu_tanh, X, out=[X]) == "gelu_tanh: out must be a tensor, not a list of 1"
+
+
+def test_too_few_dimensions() -> None:
+    for name, rest in (("linear_gelu", (W, B)), ("linear_swiglu", (W,))):
+        for x in (V[0], SCALAR):
+            shape = list(x.shape)
+            expected = f"{name}: x must have at least two dimensions, not float32{shape} on cpu"
+            assert sentence(REGISTRY[name], x, *rest) == expected
+
+
+def test_numbers_that_are_none() -> None:
+    assert "eps must be a number, not str 'a'" in sentence(ops.layer_norm_modulate, X, V, V, eps="a")
+    image, weight = torch.randn(1, 8, 4, 4), torch.ones(8)
+    said = sentence(ops.group_norm_silu, image, weight, weight, 2.0)
+    assert said == "group_norm_silu: groups must be a whole number, not float 2.0"
+
+
+def test_wrong_shapes_of_plain_are_named() -> None:
+    assert sentence(ops.swiglu.plain, X, V) == "swiglu: b must be float32[2, 3, 16] on cpu, not float32[2, 16] on cpu"
+
+
+def test_an_error_that_no_argument_explains_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(ops.gelu_tanh, "_plain", broken)
+    for call in (ops.gelu_tanh, ops.gelu_tanh.plain, torch.ops.fusedit.gelu_tanh):
+        with pytest.raises(RuntimeError, match="a defect"):
+            call(X)
