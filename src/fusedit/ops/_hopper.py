@@ -19,8 +19,9 @@ BN: Final = 256
 BK: Final = 64
 STAGES: Final = 4
 """Four stages of 48 KiB and a half of the result fill shared memory."""
-FULL: Final = 0.95
-"""Share of the multiprocessors' time that the last wave must leave in use; below, the library's product is as fast."""
+FULL: Final = 0.97
+"""Share of the multiprocessors that must be busy, on average over all waves of tiles; else the library and a pass serve.
+On an H200 linear_gelu won 1.5 % of a step at 99.6 % (4608 rows) and lost 1 % at 95.5 % (1536 rows)."""
 
 
 def choose(x: Tensor, weight: Tensor, columns: int) -> Backend:
@@ -79,7 +80,7 @@ def descriptor(t: Tensor, block: list[int]) -> Any:
 
 @kernel
 def place(tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
-    """Row and column of a tile in a grid of tiles: GROUP row tiles share their weights in L2 before the next columns."""
+    """Row and column of a tile in a grid of tiles; GROUP row tiles share weights in L2 before the next columns."""
     first = tile // (GROUP * columns) * GROUP
     height = tl.minimum(rows - first, GROUP)
     return first + tile % (GROUP * columns) % height, tile % (GROUP * columns) // height

@@ -124,7 +124,8 @@ print(kernels.of(lambda: checksums(tensors)))
 
 def test_two_launches() -> None:
     """The sums are set to zero, and the kernel. In a process of its own, which the profiler may slow down."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
+    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", COUNT], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert 1 <= float(done.stdout.splitlines()[-1]) <= 2
