@@ -24,10 +24,17 @@ class Run(NamedTuple):
     Attributes:
         timesteps: the scheduler's own tensor, which `set_timesteps` replaces: its identity is the run's.
         step: index of the step that comes next, as far as the scheduler knows. A guess: nothing may rely on it.
+        version: of `timesteps`, for a scheduler that writes into the tensor it has; -1 where it has none.
     """
 
     timesteps: torch.Tensor
     step: int
+    version: int
+
+    def goes_on(self, later: Run) -> bool:
+        """Whether `later` can be the same run: the same time steps, and not an earlier one of them."""
+        same = self.timesteps is later.timesteps and self.version == later.version
+        return same and later.step >= self.step
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class RunCache:
 
     def begin(self, run: Run | None) -> None:
         """Say which run the next forward belongs to; another run, or none, drops everything."""
-        if run is None or self.run is None or run.timesteps is not self.run.timesteps:
+        if run is None or self.run is None or not self.run.goes_on(run):
             self._entries.clear()
         self.run = run
 

@@ -60,7 +60,8 @@ def _run_of(pipe: DiffusionPipeline) -> Run | None:
     step = getattr(scheduler, "step_index", None)  # None before the first step of a run
     if step is None:
         step = getattr(scheduler, "begin_index", None)
-    return Run(timesteps, step if isinstance(step, int) else 0)
+    version = -1 if timesteps.is_inference() else timesteps._version
+    return Run(timesteps, step if isinstance(step, int) else 0, version)
 
 
 def _stock_forward(module: nn.Module) -> MethodType:

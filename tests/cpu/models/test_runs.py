@@ -422,6 +422,36 @@ def test_time_steps_that_change_within_a_run(kind: Kind, change: Callable[..., N
     assert found(handle) == (1, 3)
 
 
+@each_kind
+@pytest.mark.parametrize("how", ["the same", "written into"])
+def test_a_scheduler_that_keeps_its_tensor_of_time_steps(kind: Kind, how: str) -> None:
+    """Between its runs nothing may be kept: embeddings change in a way that no identity and no version shows."""
+    pipe, fresh = kind.pipe(), kind.pipe()
+    fusedit.accelerate(pipe)
+    kept: Any = type(pipe.scheduler)
+
+    class Keeping(kept):  # type: ignore[misc]
+        def set_timesteps(
+            self, num_inference_steps: Any = None, device: Any = None, sigmas: Any = None, mu: Any = None
+        ) -> None:
+            before = self.timesteps if getattr(self, "num_inference_steps", None) else None
+            super().set_timesteps(num_inference_steps, device=device, sigmas=sigmas, mu=mu)
+            if before is not None:
+                self.timesteps = before.copy_(self.timesteps) if how == "written into" else before
+
+    given = kind.prompt(pipe)
+    for each in (pipe, fresh):
+        each.scheduler = Keeping.from_config(each.scheduler.config)
+    first = kind.call(pipe, **given)
+    for value in given.values():
+        for t in value if isinstance(value, list) else [value]:
+            if isinstance(t, torch.Tensor):
+                t.data.copy_(t.flip(-1))
+    again = kind.call(pipe, **given)
+    assert relative(again, first) > 1e-4
+    assert relative(again, kind.call(fresh, **given)) < CLOSE
+
+
 # -- Weights, prompts and LoRAs that change ------------------------------------------------------------------------
 
 
