@@ -8,15 +8,15 @@ content of the weights, which costs one pass over them, is read only when all of
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdRef
 
 from fusedit.cache.checksum import checksums
 from fusedit.runtime.inspect_module import compiled_by, quantised_by
@@ -26,14 +26,10 @@ _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, to
 _ALWAYS_SAME: Final = frozenset(
     {nn.Linear, nn.Embedding, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList}
 )
-# What every module has (looked at by name below), what hooks add, and a mark that transformers sets in the first call.
-_SKIPPED: Final = (frozenset(vars(nn.Module())) - {"training"}) | {
-    "forward",
-    "_old_forward",
-    "_hf_hook",
-    "_diffusers_hook",
-    "_output_capturing_hooks_installed",
-}
+# What every module has, looked at by name below, and what hooks put in its place.
+_STANDARD: Final = frozenset(vars(nn.Module()))
+_WRAPPING: Final = frozenset({"forward", "_old_forward", "_hf_hook", "_diffusers_hook"})
+_SKIPPED: Final = _WRAPPING | {"_output_capturing_hooks_installed"}  # a mark that transformers sets in the first call
 
 
 @dataclass(frozen=True)
@@ -78,12 +74,13 @@ def examine(name: str, encoder: nn.Module, known: tuple[Any, ...] | None = None)
         state = _Walk(name, encoder).state()
     except _Unwatchable as reason:
         return str(reason)
-    if state.facts != known:
-        quantiser, compiled = quantised_by(encoder), compiled_by(encoder)
-        if quantiser is not None:
-            return f"{name} is quantised ({quantiser})"
-        if compiled is not None:
-            return f"{name} is compiled ({compiled})"
+    if known is not None and state.facts == known:
+        return replace(state, facts=known)  # the very same object: comparing it again costs next to nothing
+    quantiser, compiled = quantised_by(encoder), compiled_by(encoder)
+    if quantiser is not None:
+        return f"{name} is quantised ({quantiser})"
+    if compiled is not None:
+        return f"{name} is compiled ({compiled})"
     return state
 
 
@@ -93,7 +90,8 @@ class _Walk:
     def __init__(self, name: str, encoder: nn.Module) -> None:
         self.name = name
         self.encoder = encoder
-        self.facts: list[Any] = [WeakIdRef(encoder), *_torch_settings()]
+        self.refs = _Refs()
+        self.facts: list[Any] = [self.refs, self._identity(encoder), *_torch_settings()]
         self.registered: list[torch.Tensor] = []
         self.stray: list[torch.Tensor] = []
         self.configs: set[int] = set()
@@ -115,26 +113,33 @@ class _Walk:
         space, kind, facts = module.__dict__, type(module), self.facts
         if space["training"] and kind not in _ALWAYS_SAME and kind.__module__.partition(".")[0] != "peft":
             raise _Unwatchable(f"{self.name} is in training mode")
-        self._hooks(module, space)
+        if space["_forward_hooks"] or space["_forward_pre_hooks"]:
+            self._hooks(space)
+        own = space.keys() - _STANDARD
+        if not own.isdisjoint(_WRAPPING):
+            self._wrapping(module, space)
         facts += kind, kind.forward
-        for key, value in space.items():
-            if key in _SKIPPED:
-                continue
-            facts += key, value if type(value) in _ATOMS else self._plain(key, value)
+        for key in own:
+            if key not in _SKIPPED:
+                value = space[key]
+                facts += key, value if type(value) in _ATOMS else self._plain(key, value)
         for key, tensor in space["_parameters"].items():
             if tensor is not None:
                 # By identity only here: moving a module (offload) keeps its parameters and replaces its buffers.
-                facts += key, WeakIdRef(self._tensor(tensor, nn.Parameter)), tensor._version, tensor.shape, tensor.dtype
+                self._tensor(tensor, nn.Parameter)
+                facts += key, self._identity(tensor), tensor._version, tensor.shape, tensor.dtype
                 self.registered.append(tensor)
         for key, tensor in space["_buffers"].items():
             if tensor is not None:
                 facts += key, self._tensor(tensor, torch.Tensor).shape, tensor.dtype
                 self.registered.append(tensor)
 
-    def _hooks(self, module: nn.Module, space: dict[str, Any]) -> None:
+    def _hooks(self, space: dict[str, Any]) -> None:
         for hook in (*space["_forward_hooks"].values(), *space["_forward_pre_hooks"].values()):
             if getattr(hook, "__module__", None) != "transformers.utils.output_capturing":  # collects hidden_states
                 raise _Unwatchable(f"{self.name} has a forward hook")
+
+    def _wrapping(self, module: nn.Module, space: dict[str, Any]) -> None:
         hook = space.get("_hf_hook")
         if hook is not None and (module is not self.encoder or type(hook).__name__ != "CpuOffload"):
             raise _Unwatchable(f"{self.name} has an accelerate hook other than model CPU offload")
@@ -146,6 +151,15 @@ class _Walk:
         wrapped = hook is not None and isinstance(forward, functools.partial)
         if not (wrapped and _is_stock(space.get("_old_forward"), module)):
             raise _Unwatchable(f"the forward of {self.name} was replaced")
+
+    def _identity(self, value: Any) -> int:
+        """A number that no other object has for as long as these facts are kept, without keeping `value`.
+
+        An object has one plain weak reference, which is kept: comparing numbers is what makes facts cheap to compare.
+        """
+        reference = weakref.ref(value)
+        self.refs.append(reference)
+        return id(reference)
 
     def _tensor(self, t: torch.Tensor, kind: type) -> torch.Tensor:
         if type(t) is not kind or t.layout is not torch.strided:
@@ -165,18 +179,19 @@ class _Walk:
             return kind, *((name, self._plain("", item)) for name, item in value.items())
         if kind in (set, frozenset):
             return kind, frozenset(self._plain("", item) for item in value)
-        if isinstance(value, torch.Tensor) and key:
+        # issubclass: isinstance asks a config for its __class__, which transformers answers in 10 us.
+        if issubclass(kind, torch.Tensor) and key:
             self.stray.append(value)
             return value.shape, value.dtype
-        if isinstance(value, nn.Module | torch.Tensor):
+        if issubclass(kind, nn.Module | torch.Tensor):
             raise _Unwatchable(f"{self.name} keeps a {kind.__name__} outside its modules and buffers")
         if key == "config" and id(value) not in self.configs:
             self.configs.add(id(value))
             return self._plain("", getattr(value, "__dict__", None))
-        if isinstance(value, np.generic):  # a LoRA scale out of np.linspace, say
+        if issubclass(kind, np.generic):  # a LoRA scale out of np.linspace, say
             return kind, value.tobytes()
         try:
-            return WeakIdRef(value)
+            return weakref.ref, self._identity(value)
         except TypeError:
             return _Same(value)
 
@@ -190,6 +205,15 @@ class _Walk:
         if torch.is_autocast_enabled(device.type):
             raise _Unwatchable("autocast is on")
         return device
+
+
+class _Refs(list[Any]):
+    """Weak references that belong to facts, which compare their numbers."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Refs)
+
+    __hash__ = None
 
 
 class _Same:
