@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fusedit.request import Request
-from fusedit.validation import Size, check_guidance, check_size, check_steps
+from fusedit.validation import Size, check_guidance, check_prompt, check_size, check_steps
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ def request_for(
     Raises:
         ArgumentError: any value is out of range; one of width and height alone takes the other from the default.
     """
+    for text in (prompt, "" if negative is None else negative):
+        check_prompt(text)  # before it is tokenized
     default = defaults_for(pipe)
     size = check_size(
         default.size.width if width is None else width,

@@ -84,7 +84,7 @@ class Job:
             size=None if size is None else parse_size(size),
             steps=None if steps is None else check_steps(steps),
             guidance=None if guidance is None else check_guidance(guidance),
-            negative=negative,
+            negative=None if negative is None else check_prompt(negative),
             true_cfg=None if true_cfg is None else check_guidance(true_cfg),
             text_tokens=None if text_tokens is None else check_text_tokens(text_tokens),
             dtype=None if dtype is None else dtype_name(dtype),

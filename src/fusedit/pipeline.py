@@ -18,7 +18,7 @@ from fusedit.errors import PlanError, UnsupportedPipelineError
 from fusedit.models import FusedModel, registry
 from fusedit.plan import Plan
 from fusedit.report import CacheReport, Refusal, Report, SiteReport
-from fusedit.runtime.inspect_module import compiled_by, quantised_by
+from fusedit.runtime.inspect_module import Difference, compiled_by, inner_reason, quantised_by
 from fusedit.runtime.install import foreign_forward
 from fusedit.session import Session
 
@@ -282,4 +282,8 @@ def _refusal(pipe: Any, module: nn.Module, model: type[FusedModel]) -> str | Non
         return f"the forward of {name} was replaced by something else; undo that first"
     if not model.denoiser and any(parameter.dtype == torch.float16 for parameter in module.parameters()):
         return f"{name} is in float16, which overflows to black pictures; load it in bfloat16 or float32"
-    return model.refuse(module)
+    reason = model.refuse(module)
+    if reason is not None:
+        return reason
+    inner = inner_reason(module, model.known, model.form_of(module))
+    return inner if isinstance(inner, Difference) else None  # the others may pass: each call asks anew

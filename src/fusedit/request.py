@@ -103,6 +103,11 @@ def call_arguments(pipe: Any, request: Request) -> dict[str, Any]:
         arguments[name] = value
     if request.negative is not None:
         _check_negative(pipe, request, known)
+    elif request.true_cfg not in (None, 1):  # at 1 there is no guidance, whatever the negative prompt
+        raise ArgumentError(
+            f"{type(pipe).__name__} ignores the true CFG scale {request.true_cfg:g} without a negative prompt; "
+            "give one (--negative TEXT) or leave the scale out"
+        )
     _check_position_tables(pipe, request.size)
     return arguments
 

@@ -100,4 +100,4 @@ class Session:
             return "autocast is on"
         if getattr(self.module, "_compiled_call_impl", None) is not None:
             return "the module was compiled after accelerate()"
-        return inner_reason(self.module, self.model.known) or self.model.needs_stock(args, kwargs)
+        return inner_reason(self.module, self.model.known, self.model.form) or self.model.needs_stock(args, kwargs)

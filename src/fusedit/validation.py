@@ -125,13 +125,20 @@ def check_prompt(prompt: Any) -> str:
     """A prompt. The empty prompt is valid."""
     if not isinstance(prompt, str):
         raise ArgumentError(f"a prompt must be text, not {type(prompt).__name__}")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8 become lone surrogates
+        wrong = ascii(error.object[error.start])
+        raise ArgumentError(
+            f"a prompt must be valid Unicode text; its character {error.start + 1} is {wrong}, half of a surrogate pair"
+        ) from None
     return prompt
 
 
 def check_prompts(prompts: Any) -> tuple[str, ...]:
     """One prompt or several, as a tuple of their own, so that nothing downstream can change the caller's list."""
     if isinstance(prompts, str):
-        return (prompts,)
+        return (check_prompt(prompts),)
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise ArgumentError(f"prompts must be text or a list of texts, not {type(prompts).__name__}")
     values = tuple(check_prompt(prompt) for prompt in prompts)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fusedit.cache.checksum import checksums
-from fusedit.runtime.inspect_module import compiled_by, quantised_by
+from fusedit.runtime.inspect_module import compiled_by, global_hook_reason, quantised_by
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 # Classes of torch that do the same in training mode: peft leaves it on in the layers it adds to a model in eval mode.
@@ -67,9 +67,9 @@ def examine(name: str, encoder: nn.Module, known: tuple[Any, ...] | None = None)
     """
     if torch.is_grad_enabled():
         return "gradients are on (call under torch.no_grad)"
-    hooks: Any = nn.modules.module
-    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
-        return "a forward hook for all modules is set"
+    hooked = global_hook_reason()
+    if hooked is not None:
+        return hooked
     try:
         state = _Walk(name, encoder).state()
     except _Unwatchable as reason:

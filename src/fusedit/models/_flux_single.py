@@ -39,7 +39,7 @@ class SingleInput:
         q, k, v = qkv.unbind(2)
         self.model.rope(qkv, attn.norm_q.weight, attn.norm_k.weight, *rotary, eps(attn.norm_q, n), out=(q, k))
         a = self.model.attention(q, k, v).flatten(2)
-        copy = ops.strided_copy.plain if a.is_cpu else ops.strided_copy
+        copy = ops.strided_copy.unchecked if a.is_cpu else ops.strided_copy
         copy(a, out=x[..., 2 * wide : 3 * wide])  # over v: beside the MLP's columns, for the closing product
         return x[..., 2 * wide :]
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -17,10 +17,18 @@ from fusedit.ops._op import Op
 from fusedit.plan import Plan
 from fusedit.report import CacheReport
 from fusedit.runtime.counters import Counters
+from fusedit.runtime.form import Form, form_of
 from fusedit.runtime.graphs import StepGraphs
 from fusedit.runtime.hoist import RunCache
 
 T = TypeVar("T")
+NO_RUN: Final = "no run: called outside the pipeline or before set_timesteps(), or inputs that cannot be watched"
+
+
+def from_config(module: Any, **changes: Any) -> dict[str, Any]:
+    """The arguments that a module with a config was made with, with these changes."""
+    known = inspect.signature(type(module).__init__).parameters
+    return {key: value for key, value in module.config.items() if key in known} | changes
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ class FusedModel(ABC):
     """Parameter names of the stock `forward` this was written against, without self."""
     known: ClassVar[frozenset[str]]
     """Class names of the inner modules the fused forward knows; any other (besides LoRA layers) means stock."""
+    blocks: ClassVar[tuple[str, ...]] = ()
+    """Lists of the module whose entries are built alike and may be replaced, reordered, fewer or more."""
     rewrites: ClassVar[tuple[Rewrite, ...]]
     notes: ClassVar[tuple[str, ...]] = ()
     """Facts about what stays stock, for the report."""
@@ -92,6 +102,7 @@ class FusedModel(ABC):
         self.module = module
         self.plan = plan
         self.counters = counters
+        self.form = self.form_of(module)
         self.cache = RunCache()
         self.graphs = StepGraphs(counters, enabled=plan.cache["graphs"])
         self.modulation = Modulation(self.cache, counters)
@@ -129,6 +140,16 @@ class FusedModel(ABC):
 
     @classmethod
     @abstractmethod
+    def arguments(cls, module: nn.Module) -> dict[str, Any]:
+        """What the stock class takes to make a module like this one, with one block in each list of `blocks`."""
+
+    @classmethod
+    def form_of(cls, module: nn.Module) -> Form:
+        """How the stock class builds a module of this config; the fused forward was written for nothing else."""
+        return form_of(cls.stock_class(), cls.arguments(module), cls.blocks)
+
+    @classmethod
+    @abstractmethod
     def refuse(cls, module: nn.Module) -> str | None:
         """Why this module (its config) cannot be served, or None."""
 
@@ -151,13 +172,13 @@ class FusedModel(ABC):
     def site(self, rewrite: str, op: Op[..., Any]) -> Callable[..., Any]:
         """The op behind a rewrite: counted when the plan has it on, plain torch when it is off."""
         if not self.plan.enabled(rewrite):
-            return op.plain
+            return op.unchecked
         counters = self.counters
 
         def run(*args: Any, **kwargs: Any) -> Any:
             counters.ran(rewrite)
             # On a CPU the op would check its arguments and do the same: 30 to 100 us a call, a tenth of a small step.
-            return op.plain(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
+            return op.unchecked(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
 
         return run
 
@@ -171,5 +192,5 @@ class FusedModel(ABC):
         if hit:
             self.counters.ran(rewrite)
         elif hit is None:
-            self.counters.fell_back(rewrite, "no run: called outside the pipeline, or inputs that cannot be watched")
+            self.counters.fell_back(rewrite, NO_RUN)
         return value

@@ -136,7 +136,7 @@ class Modulation:
         timesteps = key[:0] if run is None else run.timesteps[first : first + steps]
         reason = ""
         if run is None:
-            reason = "no run: called outside the pipeline"
+            reason = "no run: called outside the pipeline, or before set_timesteps()"
         elif steps < 2:
             reason = f"a table would take more memory than the step saves ({tokens} tokens, {batch} items)"
         elif timesteps.numel() == 0 or timesteps.device != key.device:
@@ -182,7 +182,7 @@ class Modulation:
 
 def _grouped(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     op = ops.grouped_linear
-    made: tuple[torch.Tensor, torch.Tensor] = op.plain(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
+    made: tuple[torch.Tensor, torch.Tensor] = op.unchecked(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
     return made
 
 

@@ -50,6 +50,19 @@ class AutoencoderKL(FusedModel):
         self.attention = self.site("vae.attention", ops.attention)
 
     @classmethod
+    def arguments(cls, module: nn.Module) -> dict[str, Any]:
+        m: Any = module  # a Decoder has no config: it is a part of a model that has
+        return {
+            "in_channels": getattr(m.conv_in, "base_layer", m.conv_in).in_channels,  # with a LoRA
+            "out_channels": getattr(m.conv_out, "base_layer", m.conv_out).out_channels,
+            "up_block_types": ("UpDecoderBlock2D",) * len(m.up_blocks),
+            "block_out_channels": tuple(block.resnets[0].out_channels for block in reversed(m.up_blocks)),
+            "layers_per_block": m.layers_per_block,
+            "norm_num_groups": m.conv_norm_out.num_groups,
+            "mid_block_add_attention": m.mid_block.attentions[0] is not None,
+        }
+
+    @classmethod
     def refuse(cls, module: nn.Module) -> str | None:
         m: Any = module
         if type(m.conv_norm_out) is not nn.GroupNorm:
@@ -77,10 +90,11 @@ class AutoencoderKL(FusedModel):
             return f"the latents have {sample.ndim} dimensions, not 4"
         if sample.dtype == torch.float16:
             return "float16, which overflows"
+        from diffusers.models.attention_processor import AttnProcessor2_0
+
         for attn in m.mid_block.attentions:
-            reason = None if attn is None else _attention_reason(attn)
-            if reason is not None:
-                return reason
+            if attn is not None and type(attn.processor) is not AttnProcessor2_0:
+                return f"attention processor {type(attn.processor).__name__}"
         return None
 
     def forward(self, sample: torch.Tensor, latent_embeds: None = None) -> torch.Tensor:  # noqa: ARG002
@@ -196,16 +210,4 @@ def _resnet_reason(block: Any) -> str | None:
         return "a residual block with a time embedding or resampling"
     if block.output_scale_factor != 1:
         return f"output_scale_factor {block.output_scale_factor}"
-    return None
-
-
-def _attention_reason(attn: Any) -> str | None:
-    from diffusers.models.attention_processor import AttnProcessor2_0
-
-    if type(attn.processor) is not AttnProcessor2_0:
-        return f"attention processor {type(attn.processor).__name__}"
-    if attn.group_norm is None or any(part is not None for part in (attn.spatial_norm, attn.norm_q, attn.norm_k)):
-        return "attention with another norm than GroupNorm on its input"
-    if not attn.residual_connection or attn.rescale_output_factor != 1:
-        return "attention without a plain residual"
     return None

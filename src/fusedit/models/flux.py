@@ -22,7 +22,7 @@ from fusedit import ops
 from fusedit.models._attention import attention_reason
 from fusedit.models._flux_parts import Pair, Residuals, Six, Vectors, eps, scratch_part, width_of
 from fusedit.models._flux_single import IMAGE, SingleInput
-from fusedit.models._model import Followed, FusedModel, Rewrite
+from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
@@ -77,6 +77,7 @@ class Flux(FusedModel):
             "Timesteps",
         }
     )
+    blocks = ("transformer_blocks", "single_transformer_blocks")
     rewrites = (
         Rewrite("flux.packed_qkv", "reordered", "q, k, v (and the single block's MLP input) as one product"),
         Rewrite("flux.norm_modulate", "reordered", "LayerNorm and modulation in one pass"),
@@ -111,6 +112,10 @@ class Flux(FusedModel):
         singles = (single.product for single in self.qkv_mlp.values())
         for group in (*self.image_qkv.values(), *self.text_qkv.values(), *singles):
             group.unpack()
+
+    @classmethod
+    def arguments(cls, module: nn.Module) -> dict[str, Any]:
+        return from_config(module, num_layers=1, num_single_layers=1)
 
     @classmethod
     def refuse(cls, module: nn.Module) -> str | None:

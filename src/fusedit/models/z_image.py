@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedit import ops
 from fusedit.models._attention import attention_reason
-from fusedit.models._model import Followed, FusedModel, Rewrite
+from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
 from fusedit.models._z_image_layout import Layout, Table, patches, unpatched
 from fusedit.plan import Plan
@@ -56,6 +56,7 @@ class ZImage(FusedModel):
         "joint_attention_kwargs",
     )
     known = frozenset({"Attention", "FeedForward", "FinalLayer", "TimestepEmbedder", "ZImageTransformerBlock"})
+    blocks = ("noise_refiner", "context_refiner", "siglip_refiner", "layers")
     rewrites = (
         Rewrite("z_image.packed_qkv", "reordered", "q, k and v as one product"),
         Rewrite("z_image.packed_ffn", "reordered", "both input products of the feed-forward layer as one"),
@@ -89,6 +90,10 @@ class ZImage(FusedModel):
         for blocks in (self.noise_refiner, self.context_refiner, self.layers):
             for block in blocks.values():
                 block.unpack()
+
+    @classmethod
+    def arguments(cls, module: nn.Module) -> dict[str, Any]:
+        return from_config(module, n_layers=1, n_refiner_layers=1)
 
     @classmethod
     def refuse(cls, module: nn.Module) -> str | None:
@@ -210,7 +215,8 @@ class ZImage(FusedModel):
             watched=(),
             owner=nn.ModuleList([m.t_embedder, *adaptive]),
             tokens=tokens,
-            settings=t.dtype,  # the same number in another precision is another one after the scaling
+            # The same number in another precision is another one after the scaling.
+            settings=(t.dtype, m.t_scale),
         )
         return mods, scale
 

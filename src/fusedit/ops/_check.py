@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import numbers
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,7 +24,13 @@ def show(t: object) -> str:
         kind = type(t).__name__
         if isinstance(t, list | tuple):
             return f"a {kind} of {len(t)}"
-        value = repr(t)
+        shape = getattr(t, "shape", None)
+        if isinstance(shape, tuple) and shape:  # an array
+            return f"{kind} {getattr(t, 'dtype', '')}{list(shape)}"
+        try:
+            value = repr(t)
+        except Exception:  # a whole number of thousands of digits, or whatever a foreign class does
+            return kind
         return kind if "\n" in value or len(value) > 60 else f"{kind} {value}"
     dtype = str(t.dtype).removeprefix("torch.")
     if t.is_nested:  # has no shape
@@ -89,6 +97,40 @@ def vector(op: str, name: str, t: Any, x: Tensor, shape: tuple[int, ...], letter
         raise OpError(
             f"{op}: {name} must be [{', '.join(letters)}] = {list(shape)}, floating point on {x.device}, not {show(t)}"
         )
+
+
+KINDS: Final[Mapping[str, tuple[Any, str]]] = {
+    "float": (float | int | torch.SymFloat | torch.SymInt, "a number"),
+    "int": (numbers.Integral | torch.SymInt, "a whole number"),
+    "bool": (bool | torch.SymBool, "True or False"),
+}
+"""Types in the language of torch.library: what is taken, and how it is called."""
+
+
+def kind(op: str, name: str, value: Any, wanted: str) -> None:
+    """`value` is a float, int or bool (a key of KINDS); a bool is no number."""
+    known, words = KINDS[wanted]
+    if not isinstance(value, known) or (isinstance(value, bool) and wanted != "bool"):
+        real = wanted == "float" and isinstance(value, numbers.Real) and not isinstance(value, bool)
+        convert = "; convert it with float()" if real else ""
+        raise OpError(f"{op}: {name} must be {words}, not {show(value)}{convert}")
+
+
+def number(op: str, name: str, value: Any, words: str, least: float = -math.inf) -> None:
+    """`value` is a finite number, at least `least`: what `words` say."""
+    kind(op, name, value, "float")
+    if isinstance(value, torch.SymFloat | torch.SymInt):  # not known before the call
+        return
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise OpError(f"{op}: {name} must be below 2**63 where it is a whole number, not {show(value)}")
+    if not math.isfinite(value) or value < least:
+        raise OpError(f"{op}: {name} must be {words}, not {show(value)}")
+
+
+def eps(op: str, value: Any) -> None:
+    """`value` is what is added to a variance."""
+    if type(value) is not float or not 0.0 <= value < math.inf:  # almost always a float: any other costs more
+        number(op, "eps", value, "finite and 0 or more", 0.0)
 
 
 def same_place(a: Tensor, b: Tensor) -> bool:

@@ -46,6 +46,8 @@ def shape_reason(x: Tensor, weight: Tensor) -> str:
         return f"written for compute capability 9.0, not {_triton.capability(x.device.index or 0)}"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"takes half precision, not {str(x.dtype).removeprefix('torch.')}"
+    if not x.shape[-1]:
+        return "has nothing to multiply"
     if x.ndim not in (2, 3):
         return f"takes two or three dimensions, not {x.ndim}"
     if weight.shape[0] % 8 or x.shape[-1] % 8 or not weight.is_contiguous() or _rows.vector(8, x, weight) == 1:

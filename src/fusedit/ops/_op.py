@@ -141,7 +141,17 @@ class Op(Generic[P, R]):
             raise
 
     def plain(self, *args: Any, out: Any = None, **kwargs: Any) -> R:
-        """Plain torch in the input's dtype: on a CPU, without triton, and where a plan switches the rewrite off."""
+        """Plain torch in the input's dtype, whatever the device; arguments and `out` are checked as for the op."""
+        try:
+            self._settle(args, kwargs, out)
+        except Exception as error:
+            self._explain(error, args, kwargs, out)
+            raise
+        return self.unchecked(*args, out=out, **kwargs)
+
+    def unchecked(self, *args: Any, out: Any = None, **kwargs: Any) -> R:
+        """`plain` for callers that know their arguments to be right, as models do: on a CPU, and where a plan
+        switches the rewrite off. Wrong arguments are explained where they fail; some give wrong values instead."""
         try:
             if not self._mixed:
                 x: Tensor = self._lead(args, kwargs)
@@ -210,12 +220,18 @@ class Op(Generic[P, R]):
             usable = not reason
         return Backend("triton", "") if usable else Backend("plain", reason)
 
-    def _run(self, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+    def _settle(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> tuple[Tensor, Sequence[Sequence[int]], Sequence[Tensor] | None]:
+        """Checks a call; returns its first argument, the shapes of its results, and `out` as a tuple."""
         shapes = self._check(*args, **kwargs)
         if torch.is_grad_enabled():
             self._refuse_grad((*args, *kwargs.values()))
         x: Tensor = self._lead(args, kwargs)
-        outs: Sequence[Tensor] | None = None if out is None else self._accept(out, shapes, x, args, kwargs)
+        return x, shapes, None if out is None else self._accept(out, shapes, x, args, kwargs)
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
+        x, shapes, outs = self._settle(args, kwargs, out)
         for shape in shapes:
             if 0 in shape:
                 return out if out is not None else self._pack([self._allocate(x, shape) for shape in shapes])
@@ -224,7 +240,7 @@ class Op(Generic[P, R]):
         backend = _ON_CPU if x.is_cpu and not _triton.INTERPRETING else self._backend(args, kwargs)
         self.ran[backend.name] += 1
         if backend.name == "plain":
-            result = self.plain(*args, **kwargs, out=out)
+            result = self.unchecked(*args, **kwargs, out=out)
             return out if out is not None else self._as_allocated(result)
         if outs is None:
             outs = [self._allocate(x, shape) for shape in shapes]

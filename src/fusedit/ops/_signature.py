@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, get_type_hints
 
@@ -22,11 +21,6 @@ _SCHEMA: Final[Mapping[Any, str]] = {
     float | None: "float?",
     int: "int",
     bool: "bool",
-}
-_NUMBERS: Final[Mapping[str, tuple[type, str]]] = {
-    "float": (numbers.Real, "a number"),
-    "int": (numbers.Integral, "a whole number"),
-    "bool": (bool, "True or False"),
 }
 
 
@@ -84,6 +78,4 @@ class Signature:
                 for place, item in enumerate(value):
                     _check.dense(self.name, f"{name}[{place}]", item)
             else:
-                known, words = _NUMBERS[kind]
-                if not isinstance(value, known) or (isinstance(value, bool) and kind != "bool"):
-                    raise OpError(f"{self.name}: {name} must be {words}, not {_check.show(value)}")
+                _check.kind(self.name, name, value, kind)

@@ -77,8 +77,8 @@ def check(
             raise OpError(
                 f"attention: key_mask must be [B, T] = [{B}, {k.shape[1]}] on {q.device}, not {_check.show(key_mask)}"
             )
-    if scale is not None and not math.isfinite(scale):
-        raise OpError(f"attention: scale must be finite or None, not {scale!r}")
+    if scale is not None and (type(scale) is not float or not math.isfinite(scale)):
+        _check.number("attention", "scale", scale, "finite or None")
     return (q.shape,)
 
 

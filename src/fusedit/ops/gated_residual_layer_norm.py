@@ -50,13 +50,14 @@ def plain(
 
 
 def check(
-    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, *_: Any, **__: Any
+    x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6
 ) -> tuple[torch.Size, torch.Size]:
     name = "gated_residual_layer_norm"
     _check.activation(name, "x", x, "BSC")
     _check.like(name, "y", y, x)
     for label, t in (("gate", gate), ("scale", scale), ("shift", shift)):
         _check.vector(name, label, t, x, (x.shape[0], x.shape[2]), "BC")
+    _check.eps(name, eps)
     return x.shape, x.shape
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from fusedit.errors import OpError
 from fusedit.ops import _check, _elementwise
 from fusedit.ops._cases import Case, T
-from fusedit.ops._elementwise import places, tile
+from fusedit.ops._elementwise import places, sigmoid, tile
 from fusedit.ops._op import Build, Cost, op, wide
 from fusedit.ops._triton import kernel, tl
 
@@ -49,7 +49,7 @@ def cost(x: Tensor) -> Cost:
 
 @kernel
 def gelu(x: tl.tensor) -> tl.tensor:
-    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x * sigmoid(x * (1.5957691216057308 + 0.07135481282052411 * x * x))
 
 
 @kernel

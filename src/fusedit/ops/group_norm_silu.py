@@ -84,13 +84,21 @@ def _format(x: Tensor) -> torch.memory_format:
     return torch.channels_last
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor, groups: int, *_: Any, **__: Any) -> tuple[torch.Size]:
+def check(
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float = 1e-6, silu: object = True
+) -> tuple[torch.Size]:
     _check.activation("group_norm_silu", "x", x, "NCHW")
     C = x.shape[1]
     _check.vector("group_norm_silu", "weight", weight, x, (C,), "C")
     _check.vector("group_norm_silu", "bias", bias, x, (C,), "C")
+    if type(groups) is not int:
+        _check.kind("group_norm_silu", "groups", groups, "int")
     if groups < 1 or C % groups:
-        raise OpError(f"group_norm_silu: groups must divide the channels of x {_check.show(x)}, not {groups}")
+        shown = _check.show(groups).removeprefix("int ")
+        raise OpError(f"group_norm_silu: groups must divide the channels of x {_check.show(x)}, not {shown}")
+    _check.eps("group_norm_silu", eps)
+    if type(silu) is not bool:
+        _check.kind("group_norm_silu", "silu", silu, "bool")
     return (x.shape,)
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _rows
+from fusedit.ops import _check, _rows, _triton
 from fusedit.ops._cases import Case, T
 from fusedit.ops._op import Build, Cost, op, wide
 from fusedit.ops._triton import kernel, tl
@@ -250,6 +250,8 @@ def builds() -> list[Build]:
 
 
 def limit(x: Tensor, *_: Any, **__: Any) -> str:
+    if _triton.INTERPRETING and x.dtype is torch.bfloat16:  # it would multiply the bit patterns, as whole numbers
+        return "triton's interpreter cannot multiply bfloat16"
     return f"{x.shape[0]} rows are more than {16 * 65535}" if x.shape[0] > 16 * 65535 else ""
 
 

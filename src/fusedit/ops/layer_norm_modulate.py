@@ -52,12 +52,13 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Ten
     return row + 1, bias
 
 
-def check(x: Tensor, scale: Tensor, shift: Tensor | None, *_: Any, **__: Any) -> tuple[torch.Size]:
+def check(x: Tensor, scale: Tensor, shift: Tensor | None, eps: float = 1e-6) -> tuple[torch.Size]:
     _check.activation("layer_norm_modulate", "x", x, "BSC")
     B, _S, C = x.shape
     _check.vector("layer_norm_modulate", "scale", scale, x, (B, C), "BC")
     if shift is not None:
         _check.vector("layer_norm_modulate", "shift", shift, x, (B, C), "BC")
+    _check.eps("layer_norm_modulate", eps)
     return (x.shape,)
 
 

@@ -47,7 +47,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, start: int = 0) -> Tensor
 def plain(x: Tensor, weight: Tensor, bias: Tensor, start: int = 0, *, out: Tensor | None = None) -> Tensor:
     if out is None and not start:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-    return _separate(x, weight, bias, start, out, gelu_tanh.plain)
+    return _separate(x, weight, bias, start, out, gelu_tanh.unchecked)
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor, start: int = 0) -> tuple[tuple[int, ...]]:
@@ -57,7 +57,8 @@ def check(x: Tensor, weight: Tensor, bias: Tensor, start: int = 0) -> tuple[tupl
     _check.like("linear_gelu", "weight", weight, x, (N, x.shape[-1]))
     _check.like("linear_gelu", "bias", bias, x, (N,))
     if type(start) is not int or not 0 <= start <= N:
-        raise OpError(f"linear_gelu: start must be an integer from 0 to {N}, the outputs of weight, not {start!r}")
+        shown = _check.show(start).removeprefix("int ")
+        raise OpError(f"linear_gelu: start must be an integer from 0 to {N}, the outputs of weight, not {shown}")
     return ((*x.shape[:-1], N),)
 
 
@@ -88,6 +89,8 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor, start: int = 0) -> Backend:
         return Backend("separate", f"the epilogue's tanh is too coarse for {str(x.dtype).removeprefix('torch.')}")
     if not hasattr(torch, "_addmm_activation"):
         return Backend("separate", "this torch does not offer the epilogue")
+    if not weight.shape[1]:
+        return Backend("separate", "has nothing to multiply")
     if weight.shape[1] % 8 or weight.shape[0] % 8 or not weight.is_contiguous():
         return Backend("separate", "rows of the weight are not on 16 bytes")
     return Backend("epilogue", "")
@@ -111,35 +114,70 @@ def _kernel(
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    per_item = tl.cdiv(S, BM)
-    height = per_item * B
-    columns = tl.cdiv(N, BN)
+    # The columns before `start` and those from there on in two loops: a branch in a flattened loop would undo its
+    # pipeline, and GELU for all costs 3 % of the product. The second goes on where the first leaves each program.
+    height = tl.cdiv(S, BM) * B
+    plain = start // BN
+    first = height * plain
+    tiles = height * tl.cdiv(N, BN)
+    pid = tl.program_id(0)
     # flatten: loads of the next tile start while this one's epilogue is computed.
-    for tile in tl.range(tl.program_id(0), height * columns, programs, flatten=True):
-        r, c = place(tile, height, columns, GROUP)
-        item, row, column = r // per_item, r % per_item * BM, c * BN
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(tl.cdiv(K, BK)):
-            x = x_d.load([item, row, k * BK]).reshape(BM, BK)
-            acc = tl.dot(x, weight_d.load([column, k * BK]).T, acc)
-        # In two halves, since a whole tile of the result would cost the fourth stage its shared memory.
-        left, right = acc.reshape(BM, 2, HALF).permute(0, 2, 1).split()
-        left = _finish(left, bias_ptr, column, N, start, HALF)
-        y_d.store([item, row, column], left.to(y_d.dtype).reshape(1, BM, HALF))
-        right = _finish(right, bias_ptr, column + HALF, N, start, HALF)
-        y_d.store([item, row, column + HALF], right.to(y_d.dtype).reshape(1, BM, HALF))
+    for tile in tl.range(pid, first, programs, flatten=True):
+        r, c = place(tile, height, plain, GROUP)
+        _tile(x_d, weight_d, y_d, bias_ptr, r, c * BN, S, N, K, start, False, BM, BN, BK, HALF)
+    for tile in tl.range(pid + tl.cdiv(tl.maximum(first - pid, 0), programs) * programs, tiles, programs, flatten=True):
+        r, c = place(tile - first, height, tl.cdiv(N, BN) - plain, GROUP)
+        _tile(x_d, weight_d, y_d, bias_ptr, r, (plain + c) * BN, S, N, K, start, True, BM, BN, BK, HALF)
+
+
+@kernel
+def _tile(
+    x_d: tl.tensor,
+    weight_d: tl.tensor,
+    y_d: tl.tensor,
+    bias_ptr: tl.tensor,
+    r: tl.tensor,
+    column: tl.tensor,
+    S: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    start: tl.tensor,
+    GELU: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    per_item = tl.cdiv(S, BM)
+    item, row = r // per_item, r % per_item * BM
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(tl.cdiv(K, BK)):
+        x = x_d.load([item, row, k * BK]).reshape(BM, BK)
+        acc = tl.dot(x, weight_d.load([column, k * BK]).T, acc)
+    # In two halves, since a whole tile of the result would cost the fourth stage its shared memory.
+    left, right = acc.reshape(BM, 2, HALF).permute(0, 2, 1).split()
+    left = _finish(left, bias_ptr, column, N, start, GELU, HALF)
+    y_d.store([item, row, column], left.to(y_d.dtype).reshape(1, BM, HALF))
+    right = _finish(right, bias_ptr, column + HALF, N, start, GELU, HALF)
+    y_d.store([item, row, column + HALF], right.to(y_d.dtype).reshape(1, BM, HALF))
 
 
 @kernel
 def _finish(
-    u: tl.tensor, bias_ptr: tl.tensor, column: tl.tensor, N: tl.tensor, start: tl.tensor, HALF: tl.constexpr
+    u: tl.tensor,
+    bias_ptr: tl.tensor,
+    column: tl.tensor,
+    N: tl.tensor,
+    start: tl.tensor,
+    GELU: tl.constexpr,
+    HALF: tl.constexpr,
 ) -> tl.tensor:
     at = column + tl.arange(0, HALF)
     u += tl.load(bias_ptr + at, mask=at < N, other=0.0).to(tl.float32)[None, :]
-    return tl.where(column < start, u, gelu(u))  # no branch: one in a flattened loop would undo its pipeline
+    return tl.where(column < start, u, gelu(u)) if GELU else u  # a half of the first tile may still lie before `start`
 
 
-_CONSTEXPRS: Final = {"BM": BM, "BN": BN, "BK": BK, "HALF": HALF, "GROUP": 8}
+_CONSTEXPRS: Final = {"BM": BM, "BN": BN, "BK": BK, "HALF": HALF, "GROUP": 16}
 
 
 def builds() -> list[Build]:

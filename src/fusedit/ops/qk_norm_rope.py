@@ -90,7 +90,7 @@ def _turn_in_place(x: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, 
 
 
 def check(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, *_: Any, **__: Any
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float = 1e-6
 ) -> tuple[torch.Size, torch.Size]:
     name = "qk_norm_rope"
     if not isinstance(qkv, Tensor) or qkv.ndim != 5 or qkv.shape[2] != 3:
@@ -109,6 +109,7 @@ def check(
             raise OpError(f"{name}: {label} must be float32, not {_check.show(table)}")
     if cos.shape != sin.shape:
         raise OpError(f"{name}: cos {_check.show(cos)} and sin {_check.show(sin)} must have one shape")
+    _check.eps(name, eps)
     return torch.Size((B, S, H, D)), torch.Size((B, S, H, D))
 
 

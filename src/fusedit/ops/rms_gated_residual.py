@@ -42,13 +42,14 @@ def plain(
     return r.to(x.dtype) if out is None else out.copy_(r)
 
 
-def check(x: Tensor, y: Tensor, y_weight: Tensor, gate: Tensor | None, *_: Any, **__: Any) -> tuple[torch.Size]:
+def check(x: Tensor, y: Tensor, y_weight: Tensor, gate: Tensor | None, eps: float = 1e-5) -> tuple[torch.Size]:
     _check.activation("rms_gated_residual", "x", x, "BSC")
     B, _S, C = x.shape
     _check.like("rms_gated_residual", "y", y, x)
     _check.vector("rms_gated_residual", "y_weight", y_weight, x, (C,), "C")
     if gate is not None:
         _check.vector("rms_gated_residual", "gate", gate, x, (B, C), "BC")
+    _check.eps("rms_gated_residual", eps)
     return (x.shape,)
 
 

@@ -64,8 +64,7 @@ def check(
     gate: Tensor | None,
     next_weight: Tensor,
     next_scale: Tensor | None,
-    *_: Any,
-    **__: Any,
+    eps: float = 1e-5,
 ) -> tuple[torch.Size, torch.Size]:
     name = "rms_gated_residual_rms_norm"
     _check.activation(name, "x", x, "BSC")
@@ -76,6 +75,7 @@ def check(
     for label, t in (("gate", gate), ("next_scale", next_scale)):
         if t is not None:
             _check.vector(name, label, t, x, (B, C), "BC")
+    _check.eps(name, eps)
     return x.shape, x.shape
 
 

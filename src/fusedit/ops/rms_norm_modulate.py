@@ -42,13 +42,14 @@ def plain(
     return n.to(x.dtype) if out is None else out if n is out else out.copy_(n)
 
 
-def check(x: Tensor, weight: Tensor | None, scale: Tensor | None, *_: Any, **__: Any) -> tuple[torch.Size]:
+def check(x: Tensor, weight: Tensor | None, scale: Tensor | None, eps: float = 1e-5) -> tuple[torch.Size]:
     _check.activation("rms_norm_modulate", "x", x, "BSC")
     B, _S, C = x.shape
     if weight is not None:
         _check.vector("rms_norm_modulate", "weight", weight, x, (C,), "C")
     if scale is not None:
         _check.vector("rms_norm_modulate", "scale", scale, x, (B, C), "BC")
+    _check.eps("rms_norm_modulate", eps)
     return (x.shape,)
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from fusedit.errors import OpError
 from fusedit.ops import _check, _elementwise
 from fusedit.ops._cases import Case, T
-from fusedit.ops._elementwise import places, tile
+from fusedit.ops._elementwise import places, sigmoid, tile
 from fusedit.ops._op import Build, Cost, op, wide
 from fusedit.ops._triton import kernel, tl
 
@@ -72,7 +72,7 @@ def _kernel(
     rows, start, cols, mask = tile(S, C, tl.program_id(0) % parts, parts, BLOCK, ROWS, VEC)
     a = tl.load(places(a_ptr, item, rows, start, cols, a_batch, a_row, VEC), mask=mask, other=0.0).to(tl.float32)
     b = tl.load(places(b_ptr, item, rows, start, cols, b_batch, b_row, VEC), mask=mask, other=0.0).to(tl.float32)
-    y = (a * tl.sigmoid(a) * b).to(out_ptr.dtype.element_ty)
+    y = (a * sigmoid(a) * b).to(out_ptr.dtype.element_ty)
     tl.store(places(out_ptr, item, rows, start, cols, out_batch, out_row, VEC), y, mask=mask)
 
 

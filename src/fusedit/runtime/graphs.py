@@ -43,7 +43,7 @@ def state_of(module: nn.Module) -> Hashable:
         child = stack.pop()
         space = child.__dict__
         tensors = (t for kind in ("_parameters", "_buffers") for t in space[kind].values() if t is not None)
-        places += [(t.data_ptr(), t.shape, t.dtype) for t in tensors]
+        places += [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
         if type(child).__module__.startswith("peft."):
             settings.append(_adapter_state(space))
         elif isinstance(child, nn.Dropout) and child.p > 0:

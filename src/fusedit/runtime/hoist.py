@@ -1,14 +1,17 @@
 """RunCache: values that cannot change between two steps of one run, kept so that no stale one can ever be used.
 
-An entry is used only while the run is the same, every input is the same object at the same version, and every
-parameter it was computed with is the same object, at the same address and version. Entries hold their inputs, so an
-identity cannot be reused by another tensor. Tensors without a version counter (inference mode) are not cached.
+An entry is used only while the run is the same, every input is the same object at the same version, every parameter it
+was computed with is the same object, at the same address and version, and the modules are the same with the same plain
+attributes. Entries hold all of them, so that no identity is used again. Tensors without a version counter (inference
+mode) are not cached. What none of this shows is a write through `.data`; the one that users do in a run, `fuse_lora()`
+and its like, shows in the pipeline (`Run.merged`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,15 +28,17 @@ class Run(NamedTuple):
         timesteps: the scheduler's own tensor, which `set_timesteps` replaces: its identity is the run's.
         step: index of the step that comes next, as far as the scheduler knows. A guess: nothing may rely on it.
         version: of `timesteps`, for a scheduler that writes into the tensor it has; -1 where it has none.
+        merged: the pipeline's set of fused LoRAs, which diffusers replaces when one is fused or taken out.
     """
 
     timesteps: torch.Tensor
     step: int
     version: int
+    merged: object
 
     def goes_on(self, later: Run) -> bool:
-        """Whether `later` can be the same run: the same time steps, and not an earlier one of them."""
-        same = self.timesteps is later.timesteps and self.version == later.version
+        """Whether `later` can be the same run: the same time steps and weights, and not an earlier step."""
+        same = self.timesteps is later.timesteps and self.version == later.version and self.merged is later.merged
         return same and later.step >= self.step
 
 
@@ -43,22 +48,62 @@ class _Entry:
     key: Hashable
     inputs: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
-    weights: tuple[torch.Tensor, ...]
-    stamps: tuple[tuple[int, int], ...]
+    seen: _Seen
     value: Any
 
 
-def _stamp(weight: torch.Tensor) -> tuple[int, int]:
-    return weight._version, weight.data_ptr()
+_ATOMS: Final = frozenset({bool, int, float, str, torch.dtype, type(None)})
+_STANDARD: Final = frozenset(vars(nn.Module())) - {"training"}
 
 
-def _watchable(owner: nn.Module) -> tuple[torch.Tensor, ...] | None:
-    """The parameters of `owner`, or None when its result depends on more than parameters (LoRA scales, merges)."""
+class _Seen(NamedTuple):
+    """What a value was computed with.
+
+    Attributes:
+        objects: modules, parameters and what modules keep, compared by identity.
+        facts: attributes and versions, compared by value.
+    """
+
+    objects: tuple[Any, ...]
+    facts: tuple[Any, ...]
+
+    def same(self, other: _Seen) -> bool:
+        return self.facts == other.facts and _same(self.objects, other.objects)
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def _look(owner: nn.Module) -> _Seen | None:
+    """What `owner` is at the moment, or None where its result depends on more than can be seen (LoRA scales, merges).
+
+    Lists of modules count by what is in them: models make one for a call.
+    """
+    objects: list[Any] = []
+    facts: list[Any] = []
     for module in owner.modules():
-        if type(module).__module__.partition(".")[0] == "peft":
+        kind = type(module)
+        if kind is nn.ModuleList:
+            continue
+        if kind.__module__.partition(".")[0] == "peft":
             return None
+        objects.append(module)
+        space = module.__dict__
+        for name in space.keys() - _STANDARD:
+            value = space[name]
+            if type(value) in _ATOMS:
+                facts += name, value
+            elif type(value) in (list, tuple) and all(type(v) in _ATOMS for v in value):
+                facts += name, tuple(value)
+            else:
+                facts.append(name)
+                objects.append(value)
     weights = (*owner.parameters(), *owner.buffers())
-    return None if any(weight.is_inference() for weight in weights) else weights
+    if any(weight.is_inference() for weight in weights):
+        return None
+    facts += ((weight._version, weight.data_ptr()) for weight in weights)
+    return _Seen((*objects, *weights), tuple(facts))
 
 
 class RunCache:
@@ -103,24 +148,20 @@ class RunCache:
         computes nothing and gets None.
         """
         kind = getattr(compute, "__code__", compute)  # which expression of the source this is
-        weights = None if self.run is None or any(t.is_inference() for t in inputs) else _watchable(owner)
-        if weights is None:
+        seen = None if self.run is None or any(t.is_inference() for t in inputs) else _look(owner)
+        if seen is None:
             return None if or_none else compute(), None
         versions = tuple(t._version for t in inputs)
-        stamps = tuple(map(_stamp, weights))
         for entry in self._entries:
             if (
                 entry.kind is kind
                 and entry.key == key
-                and len(entry.inputs) == len(inputs)
-                and all(a is b for a, b in zip(entry.inputs, inputs, strict=True))
+                and _same(entry.inputs, inputs)
                 and entry.versions == versions
-                and len(entry.weights) == len(weights)
-                and all(a is b for a, b in zip(entry.weights, weights, strict=True))
-                and entry.stamps == stamps
+                and entry.seen.same(seen)
             ):
                 return entry.value, True
         value = compute()
         del self._entries[: max(0, len(self._entries) - CAPACITY + 1)]
-        self._entries.append(_Entry(kind, key, inputs, versions, weights, stamps, value))
+        self._entries.append(_Entry(kind, key, inputs, versions, seen, value))
         return value, False

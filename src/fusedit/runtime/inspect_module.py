@@ -1,4 +1,4 @@
-"""Reasons, found on the module itself, why stock has to run: hooks, unknown inner modules, quantised weights."""
+"""Reasons, found on the module itself, why stock has to run: hooks, other inner modules, quantised weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn.parameter import Parameter
+
+from fusedit.runtime.form import FREE_CHILDREN, Form, plain
 
 # Container and leaf classes every fused model knows; a model adds the classes of its own blocks.
 _PLAIN: Final = frozenset(
@@ -25,41 +27,207 @@ _PLAIN: Final = frozenset(
     }
 )
 _PACKAGES: Final = ("torch", "diffusers")
+_WRAPPING: Final = frozenset({"forward", "_hf_hook", "_diffusers_hook"})
 
 
 def _from_peft(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "peft"
 
 
-def inner_reason(module: nn.Module, known: frozenset[str]) -> str | None:
+def global_hook_reason() -> str | None:
+    """Why no module may be bypassed at all: a hook that torch calls around every module's forward; or None."""
+    hooks: Any = nn.modules.module
+    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        return "a forward hook for all modules is set"
+    return None
+
+
+class Difference(str):
+    """A reason that lies in how the module is built, not in what is attached to it for a while."""
+
+    __slots__ = ()
+
+
+_Stack = list[tuple[str, Any, Form | None]]
+
+
+def inner_reason(module: nn.Module, known: frozenset[str], form: Form) -> str | None:
     """Why the fused forward may not bypass the inner modules of `module` in this call, or None.
 
-    Runs before every call, so it looks at attribute dictionaries only (about 0.3 ms for FLUX.1-dev's 1,500 modules).
-    A LoRA layer is called as a module, so what is inside it does not matter.
+    Runs before every call, so it looks at attribute dictionaries only (about as much as asking each for its class).
+    A LoRA layer is called as a module, so of what is inside it only the layer it wraps matters.
+
+    Args:
+        module: the module whose forward is fused.
+        known: class names of the inner modules that the fused forward knows.
+        form: how its stock class builds it. A known class in another role, or with other settings, is a Difference.
     """
-    stack: list[tuple[str, Any]] = [(name, child) for name, child in module._modules.items() if child is not None]
+    reason = global_hook_reason()
+    if reason is not None or _as_stock(module, form):
+        return reason
+    return _first_reason(module, known, form)
+
+
+def _as_stock(module: nn.Module, form: Form) -> bool:
+    """Whether `_first_reason` would surely find none: the same questions, without names, in less time."""
+    stack: list[tuple[Any, Form]] = [(module, form)]
     while stack:
-        name, child = stack.pop()
-        if _from_peft(child):
+        child, role = stack.pop()
+        kind = type(child)
+        space = child.__dict__
+        if kind is not role.kind:
+            if not _from_peft(child) or _wrapped_otherwise("", child, role) is not None:
+                return False
+            continue
+        if child is not module and (
+            space["_forward_hooks"] or space["_forward_pre_hooks"] or not _WRAPPING.isdisjoint(space)
+        ):
+            return False
+        try:
+            if role.read is not None and role.read(space) != role.values:
+                return False
+        except (KeyError, RuntimeError):  # gone, or a tensor of several elements
+            return False
+        if kind is nn.Dropout and space["training"] and space["p"] > 0:
+            return False
+        count = len(role.parameters)
+        for key, parameter in space["_parameters"].items():
+            if parameter is not None:
+                if type(parameter) is not Parameter or key not in role.parameters:
+                    return False
+                count -= 1
+        if count:
+            return False
+        inner = space["_modules"]
+        if role.each is not None:
+            stack += [(value, role.each) for value in inner.values()]
+        elif inner or role.children:
+            count = len(role.children)
+            for key, value in inner.items():
+                if value is not None and key not in FREE_CHILDREN:
+                    expected = role.children.get(key)
+                    if expected is None:
+                        return False
+                    stack.append((value, expected))
+                    count -= 1
+            if count:
+                return False
+    return True
+
+
+def _first_reason(module: nn.Module, known: frozenset[str], form: Form) -> str | None:
+    stack: _Stack = []
+    reason = _built_otherwise("", module.__dict__, form) or _push(stack, "", module, form)
+    while stack and reason is None:
+        name, child, role = stack.pop()
+        if role is None or type(child) is not role.kind:
+            reason = (
+                _wrapped_otherwise(name, child, role) if _from_peft(child) else _other_class(name, child, role, known)
+            )
             continue
         space = child.__dict__
-        if space["_forward_hooks"] or space["_forward_pre_hooks"]:
-            return f"inner module {name!r} has a forward hook"
-        if "forward" in space or "_hf_hook" in space:
-            return f"the forward of inner module {name!r} is wrapped (offload or another hook)"
-        if getattr(space.get("_diffusers_hook"), "hooks", None):
-            return f"inner module {name!r} has a diffusers hook"
-        kind = type(child)
-        expected = kind.__name__ in known or kind.__name__ in _PLAIN
-        if not expected or kind.__module__.partition(".")[0] not in _PACKAGES:
-            return f"inner module {name!r} is a {kind.__module__}.{kind.__name__}, unknown to the fused forward"
-        if kind is nn.Dropout and child.training and child.p > 0:
-            return f"inner module {name!r} drops values in training mode"
-        for parameter in space["_parameters"].values():
-            if parameter is not None and type(parameter) is not Parameter:
-                return f"a weight of inner module {name!r} is a {type(parameter).__name__}"
-        stack.extend((name + "." + key, value) for key, value in space["_modules"].items() if value is not None)
+        reason = (
+            _attached(name, space)
+            or _built_otherwise(name, space, role)
+            or ((space["_modules"] or role.children) and _push(stack, name + ".", child, role))
+            or None
+        )
+        if reason is None and role.kind is nn.Dropout and space["training"] and space["p"] > 0:
+            reason = f"inner module {name!r} drops values in training mode"
+    return reason
+
+
+def _attached(name: str, space: dict[str, Any]) -> str | None:
+    """What was put around the forward of inner module `name`, whose `__dict__` is `space`."""
+    if space["_forward_hooks"] or space["_forward_pre_hooks"]:
+        return f"inner module {name!r} has a forward hook"
+    if "forward" in space or "_hf_hook" in space:
+        return f"the forward of inner module {name!r} is wrapped (offload or another hook)"
+    if "_diffusers_hook" in space and getattr(space["_diffusers_hook"], "hooks", None):
+        return f"inner module {name!r} has a diffusers hook"
     return None
+
+
+def _built_otherwise(name: str, space: dict[str, Any], form: Form) -> str | None:
+    """What differs in the parameters or settings of module `name`, whose `__dict__` is `space`."""
+    count = 0
+    for key, parameter in space["_parameters"].items():
+        if parameter is not None:
+            if type(parameter) is not Parameter:
+                return f"a weight of inner module {name!r} is a {type(parameter).__name__}"
+            if key not in form.parameters:
+                return Difference(f"{_called(name)} has a {key}, which its stock model has not")
+            count += 1
+    if count != len(form.parameters):
+        missing = next(key for key in sorted(form.parameters) if space["_parameters"].get(key) is None)
+        return Difference(f"{_called(name)} has no {missing}, which its stock model has")
+    if form.read is not None:
+        try:
+            if form.read(space) == form.values:
+                return None
+        except (KeyError, RuntimeError):  # gone, or a tensor of several elements
+            pass
+        return _other_setting(name, space, form)
+    return None
+
+
+def _other_setting(name: str, space: dict[str, Any], form: Form) -> str | None:
+    for key, expected in form.settings.items():
+        found = space.get(key, space["_modules"].get(key, space["_parameters"].get(key)))
+        if not plain(found) or found != expected:
+            shown = repr(found) if plain(found) else f"a {type(found).__name__}"
+            return Difference(f"{key} of {_called(name)} is {shown}, and {expected!r} in its stock model")
+    return None
+
+
+def _push(stack: _Stack, prefix: str, module: nn.Module, form: Form) -> str | None:
+    """Put what is in this module on the stack, each with its role; a reason where something is missing."""
+    count = 0
+    for key, child in module.__dict__["_modules"].items():
+        if child is not None and key not in FREE_CHILDREN:
+            role = form.each or form.children.get(key)
+            count += 0 if role is None else 1
+            stack.append((prefix + key, child, role))
+    if form.each is None and count != len(form.children):
+        missing = next(key for key in form.children if module._modules.get(key) is None)
+        stock = _kind(form.children[missing].kind)
+        return Difference(f"inner module {prefix + missing!r} is missing, and a {stock} in its stock model")
+    return None
+
+
+def _wrapped_otherwise(name: str, layer: Any, role: Form | None) -> str | None:
+    """The difference of what a LoRA layer wraps from the stock layer in its place."""
+    while _from_peft(layer) and isinstance(layer._modules.get("base_layer"), nn.Module):
+        layer = layer._modules["base_layer"]
+    if role is None or type(layer) is not role.kind:
+        return _difference_of_class(name, layer, role)
+    if role.kind not in (nn.Linear, nn.Conv2d):  # read, not called: what is wrapped around it would be passed by
+        return f"inner module {name!r} is wrapped by peft and is no Linear or Conv2d"
+    return _built_otherwise(name, layer.__dict__, role)
+
+
+def _other_class(name: str, module: Any, role: Form | None, known: frozenset[str]) -> str:
+    kind = type(module)
+    attached = _attached(name, module.__dict__)
+    if attached is not None:
+        return attached
+    expected = kind.__name__ in known or kind.__name__ in _PLAIN
+    if not expected or kind.__module__.partition(".")[0] not in _PACKAGES:
+        return f"inner module {name!r} is a {_kind(kind)}, unknown to the fused forward"
+    return _difference_of_class(name, module, role)
+
+
+def _difference_of_class(name: str, module: nn.Module, role: Form | None) -> Difference:
+    stock = "which its stock model has not" if role is None else f"and a {_kind(role.kind)} in its stock model"
+    return Difference(f"inner module {name!r} is a {_kind(type(module))}, {stock}")
+
+
+def _called(name: str) -> str:
+    return f"inner module {name!r}" if name else "the module"
+
+
+def _kind(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def quantised_by(module: nn.Module) -> str | None:

@@ -55,13 +55,13 @@ def calling_pipeline() -> DiffusionPipeline | None:
 def _run_of(pipe: DiffusionPipeline) -> Run | None:
     scheduler: Any = getattr(pipe, "scheduler", None)
     timesteps = getattr(scheduler, "timesteps", None)
-    if not isinstance(timesteps, torch.Tensor):
-        return None
+    if not isinstance(timesteps, torch.Tensor) or getattr(scheduler, "num_inference_steps", None) is None:
+        return None  # what a scheduler has before set_timesteps() are the time steps of its training
     step = getattr(scheduler, "step_index", None)  # None before the first step of a run
     if step is None:
         step = getattr(scheduler, "begin_index", None)
     version = -1 if timesteps.is_inference() else timesteps._version
-    return Run(timesteps, step if isinstance(step, int) else 0, version)
+    return Run(timesteps, step if isinstance(step, int) else 0, version, getattr(pipe, "_merged_adapters", None))
 
 
 def _stock_forward(module: nn.Module) -> MethodType:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from threading import RLock
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ def linear(layer: Any, x: torch.Tensor, out: torch.Tensor | None = None) -> torc
 # First layer of a group -> address and size of the storages the group was packed into. Kept here and not on the group:
 # two pipelines that share a module have a group each, and the one that packed may be gone when the other unpacks.
 _HOMES: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
+# Held while storages are given and taken: pipelines that share a module may be called from two threads.
+_MOVING: Final = RLock()  # a collected pipeline may let go of its modules right inside
 
 
 def _homes(layers: Sequence[nn.Module]) -> set[tuple[int, int]]:
@@ -64,9 +67,9 @@ class PackedLinear:
         self, parent: Any, names: Sequence[str], rewrite: str, counters: Counters, *, enabled: bool = True
     ) -> None:
         self.parent, self.names, self.rewrite, self.counters, self.enabled = parent, names, rewrite, counters, enabled
-        # Addresses and storage sizes of parts that were seen adjacent. No tensor is kept: it would hold the packed
+        # Places and storage sizes of parts that were seen adjacent. No tensor is kept: it would hold the packed
         # storage alive on the GPU after the parameters have moved away.
-        self._packed: tuple[int, ...] | None = None
+        self._packed: tuple[Any, ...] | None = None
 
     def layers(self) -> list[Any]:
         return [getattr(self.parent, name) for name in self.names]
@@ -109,13 +112,21 @@ class PackedLinear:
             return "some layers have a bias and some have none"
         if len({(w.dtype, w.device, w.shape[1]) for w in weights}) > 1:
             return "layers differ in dtype, device or input width"
-        if not (_adjacent(weights) and (biases[0] is None or _adjacent(biases))):
+        with _MOVING:
+            return self._pack_together(layers, weights, biases, offloaded)
+
+    def _pack_together(
+        self, layers: list[Any], weights: list[torch.Tensor], biases: list[torch.Tensor | None], offloaded: bool
+    ) -> str | None:
+        """Give the parts one storage, unless they have one already; why that is not possible, if so."""
+        groups = [weights] + ([[b for b in biases if b is not None]] if biases[0] is not None else [])
+        if not all(map(_adjacent, groups)):
             if offloaded:
                 return "weights move between calls (offload), so they are not packed"
-            parts, homes = [t for t in (*weights, *biases) if t is not None], _homes(layers)
+            parts, homes = [t for group in groups for t in group], _homes(layers)
             if any(t.is_inference() for t in parts):
                 return "weights loaded under inference_mode cannot be packed"
-            if any(t.is_shared() and t.device.type == "cpu" for t in parts):
+            if any(t.device.type == "cpu" and t.is_shared() for t in parts):  # type: ignore[no-untyped-call]
                 return "weights lie in memory shared between processes"
             if len({t.data_ptr() for t in parts}) < len(parts):
                 return "two of the layers share a weight"
@@ -123,17 +134,16 @@ class PackedLinear:
                 return "a weight shares its storage with another tensor"
             try:
                 with torch.inference_mode(False):  # else the parameters would become inference tensors for good
-                    packed = [_pack(weights), None if biases[0] is None else _pack(biases)]
+                    packed = [_pack(group) for group in groups]
             except torch.OutOfMemoryError:
                 return "out of memory while packing"
             for tensor in parts:
                 if _storage(tensor) not in homes:
                     former.remember(tensor)
-            for group, whole in zip((weights, biases), packed, strict=True):
-                if whole is not None:
-                    for tensor, part in zip(group, torch.split(whole, [t.shape[0] for t in group]), strict=True):
-                        tensor.data = part
-            _HOMES[layers[0]] = {_storage(whole) for whole in packed if whole is not None}
+            for group, whole in zip(groups, packed, strict=True):
+                for tensor, part in zip(group, torch.split(whole, [t.shape[0] for t in group]), strict=True):
+                    tensor.data = part
+            _HOMES[layers[0]] = set(map(_storage, packed))
             self.counters.event("weight groups packed")
         self._packed = _stamp(weights, biases)
         return None
@@ -141,7 +151,11 @@ class PackedLinear:
     def unpack(self) -> None:
         """Give each parameter its former or an own storage again; what was never packed keeps the one it came with."""
         self._packed = None
-        layers = [layer for layer in map(_base, self.layers()) if layer is not None]
+        with _MOVING:
+            self._give_back([layer for layer in map(_base, self.layers()) if layer is not None])
+
+    @staticmethod
+    def _give_back(layers: list[nn.Linear]) -> None:
         homes = _homes(layers)
         for group in ([layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]):
             for tensor in group:
@@ -161,11 +175,11 @@ def _sole_owner(t: torch.Tensor) -> bool:
     )
 
 
-def _stamp(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+def _stamp(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     """Equal stamps mean the same parts at the same places in a storage of the same size: still adjacent."""
     parts = [t for t in (*weights, *biases) if t is not None]
     heads = [t for t in (weights[0], biases[0]) if t is not None]
-    return (*(t.data_ptr() for t in parts), *(t.untyped_storage().nbytes() for t in heads))
+    return *((t.data_ptr(), t.shape, t.stride()) for t in parts), *(t.untyped_storage().nbytes() for t in heads)
 
 
 def _storage(t: torch.Tensor) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.nn import functional as F
 
@@ -32,4 +34,4 @@ def rows(x: Tensor) -> Tensor | None:
     """[..., K] as a matrix without a copy, or None where the strides do not allow it."""
     if x.ndim == 3 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
         return x.as_strided((x.shape[0] * x.shape[1], x.shape[2]), (x.stride(1), x.stride(2)))
-    return x if x.ndim == 2 else x.view(-1, x.shape[-1]) if x.is_contiguous() else None
+    return x if x.ndim == 2 else x.view(math.prod(x.shape[:-1]), x.shape[-1]) if x.is_contiguous() else None

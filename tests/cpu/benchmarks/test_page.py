@@ -216,15 +216,56 @@ FOREIGN: list[tuple[Any, str]] = [
     ({"device": "GPU", "date": "2026-01-02", "rows": [1]}, "row 1 is 1, not an object"),
     ({"device": "GPU", "date": "2026-01-02", "rows": [{}]}, "row 1 has no 'benchmark'"),
     ({**whole(), "versions": []}, "'versions' of the file must be an object of texts, not a list"),
-    ({**whole(), "power_limit_w": "much"}, "'power_limit_w' of the file must be a number, not \"much\""),
+    ({**whole(), "power_limit_w": "much"}, "'power_limit_w' of the file must be a number, 0 or more, not \"much\""),
     (whole(ms="fast"), "'ms' of row 1 must be a number above 0, not \"fast\""),
     (whole(ms=0), "'ms' of row 1 must be a number above 0, not 0"),
     (whole(batch=True), "'batch' of row 1 must be a whole number above 0, not true"),
-    (whole(spread=[1]), "'spread' of row 1 must be two numbers, not a list"),
-    (whole(rel_error={}), "'rel_error' of row 1 must be a number, not an object"),
+    (whole(spread=[1]), "'spread' of row 1 must be two numbers, 0 or more, not a list"),
+    (whole(rel_error={}), "'rel_error' of row 1 must be a number, 0 or more, not an object"),
     (whole(correct="yes"), "'correct' of row 1 must be true or false, not \"yes\""),
-    (whole(benchmark="ops", tb_s="x"), "'tb_s' of row 1 must be a number, not \"x\""),
+    (whole(benchmark="ops", tb_s="x"), "'tb_s' of row 1 must be a number, 0 or more, not \"x\""),
     (whole(benchmark="ceiling"), "row 1 has no 'tb_s'"),
+    (whole(benchmark="ceiling", tb_s=None), "'tb_s' of row 1 must be a number, 0 or more, not null"),
+    (whole(benchmark="ops", tb_s=None), "'tb_s' of row 1 must be a number, 0 or more, not null"),
+    ({**whole(), "versions": None}, "'versions' of the file must be an object of texts, not null"),
+    *(
+        (whole(benchmark=benchmark, variant=None), "'variant' of row 1 must be text, not null")
+        for benchmark in ("cold-start", "new-size", "launches")
+    ),
+    *(
+        (whole(benchmark=benchmark, **{key: -1}), f"'{key}' of row 1 must be a number, 0 or more, not -1")
+        for benchmark, keys in {
+            "step": ("launches", "joules", "peak_bytes", "rel_error", "stock_rel_error", "cold_s", "first_step_s"),
+            "image": ("text_s", "denoise_s", "vae_s"),
+            "cold-start": ("import_s", "load_s", "ready_s", "kernels_compiled", "kernels_loaded"),
+            "new-size": ("first_step_ms", "new_variants"),
+            "ops": ("tb_s", "tflop_s", "percent_of_ceiling"),
+        }.items()
+        for key in keys
+    ),
+    (whole(benchmark="cold-start", load_s="4"), "'load_s' of row 1 must be a number, 0 or more, not \"4\""),
+    (whole(benchmark="new-size", plan_ms="4"), "'plan_ms' of row 1 must be a number, not \"4\""),
+    (whole(benchmark="image", steps="28 | x"), "'steps' of row 1 must be a whole number above 0, not \"28 | x\""),
+    (
+        whole(rel_error=10.0, stock_rel_error=0.078, correct=True),
+        "'correct' of row 1 is true, which rel_error 10.0 and stock_rel_error 0.078 beside it contradict",
+    ),
+    (
+        whole(rel_error="nan", stock_rel_error=0.078, correct=True),
+        "'correct' of row 1 is true, which rel_error \"nan\" and stock_rel_error 0.078 beside it contradict",
+    ),
+    (
+        whole(rel_error=0.078, stock_rel_error=0.078, correct=False),
+        "'correct' of row 1 is false, which rel_error 0.078 and stock_rel_error 0.078 beside it contradict",
+    ),
+    (
+        whole(correct=True),
+        "'correct' of row 1 is true, which rel_error null and stock_rel_error null beside it contradict",
+    ),
+    (
+        whole(benchmark="ops", rel_error=0.0021, stock_rel_error=0.001, correct=True),
+        "'correct' of row 1 is true, which rel_error 0.0021 and stock_rel_error 0.001 beside it contradict",
+    ),
 ]
 
 
@@ -260,6 +301,22 @@ def test_files_without_a_measurement_leave_the_pages_alone(tmp_path: Path) -> No
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert "no measurement in it" in result.stderr
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_verdict_that_its_errors_bear_out_is_read(tmp_path: Path) -> None:
+    for place, changes in enumerate(
+        (
+            {"rel_error": 0.0525, "stock_rel_error": 0.05, "correct": True},
+            {"rel_error": "inf", "stock_rel_error": 0.05, "correct": False},
+            {"benchmark": "ops", "rel_error": 0.002, "stock_rel_error": 0.001, "correct": True},
+            {"benchmark": "ops", "rel_error": 0.001, "stock_rel_error": 0.001, "correct": False},  # for the largest
+            {"benchmark": "ops", "correct": True},
+            {"benchmark": "new-size", "plan_ms": -0.3},
+        )
+    ):
+        path = tmp_path / f"{place}.json"
+        path.write_text(json.dumps(whole(**changes)))
+        assert read([path])[0].rows[0].correct is changes.get("correct")
 
 
 def test_the_least_that_a_results_file_holds_gives_a_page(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import copy
 import functools
 import inspect
 import pickle
+import sys
+import threading
 from collections import Counter
 from typing import Any
 
@@ -499,3 +501,32 @@ def test_pipelines_without_encoders_or_prompts_work_as_before() -> None:
     )
     handle = fusedit.accelerate(DDPMPipeline(unet, DDPMScheduler()), strict=False)
     assert any("DDPMPipeline has no encode_prompt" in note for note in handle.report().notes)
+
+
+def test_calls_from_several_threads_fail_in_no_bookkeeping(pipe: Any) -> None:
+    """Entries come, go and are counted at once; the texts are more than there are places."""
+    handle = fusedit.accelerate(pipe)
+    texts = [
+        f"{a} {b} {c}" for a in ("red", "green") for b in ("apple", "fox", "cat") for c in ("snow", "3d", "style", "in")
+    ]
+    failed: list[str] = []
+
+    def work(first: int) -> None:
+        for i in range(60):
+            try:
+                embeds(pipe, texts[(7 * i + first) % len(texts)])
+            except Exception as error:
+                failed.append(f"{type(error).__name__}: {error}")
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(5 * k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert failed == []
+    assert prompts_of(handle).entries == prompts_of(handle).capacity

@@ -88,6 +88,10 @@ def test_no_prompt_is_wrong_use(shell: Any) -> None:
     assert shell("compare").exit_code == 2
 
 
+def test_a_prompt_that_is_no_unicode_text(shell: Any) -> None:
+    assert "valid Unicode text; its character 1 is '\\udcff'" in shell.refused("compare", "-p", "fox", "-p", "\udcff")
+
+
 def test_a_plan_nested_too_deep(shell: Any) -> None:
     (shell.folder / "deep.json").write_text("[" * 100_000)
     assert "'deep.json' is nested too deep" in shell.refused("compare", "-p", "fox", "--plan", "deep.json")

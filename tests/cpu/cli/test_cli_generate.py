@@ -106,6 +106,10 @@ def test_the_models_own_settings(shell: Any) -> None:
         (("--model", "."), ("model_index.json",)),
         (("--lora", "no.safetensors"), ("no.safetensors",)),
         (("--negative", "blue"), ("true CFG",)),
+        (("--negative", "blue", "--true-cfg", "1"), ("true CFG", "above 1")),
+        (("--negative", "blue \udcff", "--true-cfg", "2"), ("prompt", "character 6")),
+        (("--true-cfg", "0"), ("true CFG scale 0", "negative prompt")),
+        (("--true-cfg", "3"), ("true CFG scale 3", "negative prompt")),
         (("-o", "a.jpg"), (".png",)),
         (("-o", "taken/a.png"), ("taken",)),
         (("--text-tokens", "513"), ("512",)),
@@ -115,6 +119,14 @@ def test_wrong_use(shell: Any, arguments: tuple[str, ...], words: tuple[str, ...
     (shell.folder / "taken").write_text("a file in the way")
     message = shell.refused("generate", "fox", *arguments)
     assert all(word in message for word in words), message
+
+
+def test_a_prompt_that_is_no_unicode_text(shell: Any) -> None:
+    said = shell.refused("generate", "a \udcff", "--size", "64x64", "--steps", "1", "-o", "q.png")
+    assert said.strip().endswith(
+        "a prompt must be valid Unicode text; its character 3 is '\\udcff', half of a surrogate pair"
+    )
+    assert not (shell.folder / "q.png").exists()
 
 
 @pytest.mark.parametrize("count", ["1", "2"])

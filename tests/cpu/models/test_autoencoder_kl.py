@@ -253,7 +253,7 @@ def test_other_processors_and_arguments_go_through_stock() -> None:
     sites = [site for site in handle.report().rewritten if site.site.startswith("vae.")]
     assert all(site.fused == ran[site.site] for site in sites)
     reasons = {reason for site in sites for reason in site.reasons}
-    for word in ("AttnProcessor", "plain residual", "another norm", "latent_embeds", "3 dimensions"):
+    for word in ("AttnProcessor", "rescale_output_factor", "group_norm", "latent_embeds", "3 dimensions"):
         assert any(word in reason for reason in reasons), (word, reasons)
 
 

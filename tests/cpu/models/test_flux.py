@@ -10,6 +10,7 @@ import torch
 from support.pipes import flux_call, flux_guidance, flux_inputs, flux_pipe, lora_state, relative
 
 import fusedit
+from fusedit.models._model import NO_RUN
 from fusedit.models.flux import Flux
 from fusedit.plan import Plan
 
@@ -52,9 +53,6 @@ def both(pipe: Any, plan: Plan | str = "exact", **arguments: Any) -> tuple[torch
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, arguments[name]), f"{name} was changed"
     return fused, stock
-
-
-NO_RUN = "no run: called outside the pipeline, or inputs that cannot be watched"
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])

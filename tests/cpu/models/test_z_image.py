@@ -11,11 +11,11 @@ from support.pipes import relative, z_image_call
 from support.z_image import lively_pipe
 
 import fusedit
+from fusedit.models._model import NO_RUN
 from fusedit.models.z_image import ZImage
 from fusedit.plan import Plan
 
 CLOSE = 5e-6
-NO_RUN = "no run: called outside the pipeline, or inputs that cannot be watched"
 Size = tuple[int, ...]
 
 

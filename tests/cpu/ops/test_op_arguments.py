@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,8 +162,96 @@ def test_numbers_that_are_none() -> None:
     assert said == "group_norm_silu: groups must be a whole number, not float 2.0"
 
 
+EPS = sorted(name for name in NAMES if "eps" in REGISTRY[name]._signature.kinds)
+IMAGE, ONES = torch.randn(1, 8, 4, 4), torch.ones(8)
+QKV = torch.randn(3, 2, 5, 2, 8).unbind()
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("a defect of a foreign class")
+
+
+NO_NUMBERS: list[tuple[Any, str]] = [
+    (Fraction(1, 3), "must be a number, not Fraction Fraction(1, 3); convert it with float()"),
+    (True, "must be a number, not bool True"),
+    (1j, "must be a number, not complex 1j"),
+    (torch.ones(2, 100), "must be a number, not float32[2, 100] on cpu"),
+    (torch.tensor(0.5), "must be a number, not float32[] on cpu"),
+    (np.ones((2, 2)), "must be a number, not ndarray float64[2, 2]"),
+    (np.ones(2), "must be a number, not ndarray float64[2]"),
+    ([1.0], "must be a number, not a list of 1"),
+    (Unprintable(), "must be a number, not Unprintable"),
+    (10**30, f"must be below 2**63 where it is a whole number, not int {10**30}"),
+    (10**400, "must be below 2**63 where it is a whole number, not int"),
+    (10**5000, "must be below 2**63 where it is a whole number, not int"),
+]
+
+
+@pytest.mark.parametrize("name", EPS)
+def test_an_eps_that_is_none(name: str) -> None:
+    args, _ = small(name)
+    wrong = [
+        *NO_NUMBERS,
+        (None, "must be a number, not NoneType None"),
+        *((v, f"must be finite and 0 or more, not float {v}") for v in (-1e-6, float("nan"), float("inf"))),
+        (-1, "must be finite and 0 or more, not int -1"),
+    ]
+    for value, words in wrong:
+        for call in ways(REGISTRY[name]):
+            assert sentence(call, *args, eps=value) == f"{name}: eps {words}"
+    for right in (0, 1, 0.0, np.float64(1e-3)):
+        for call in ways(REGISTRY[name]):
+            call(*args, eps=right)
+
+
+def test_other_numbers_that_are_none() -> None:
+    wrong = [*NO_NUMBERS, *((v, f"must be finite or None, not float {v}") for v in (float("nan"), -float("inf")))]
+    for value, words in wrong:
+        for call in ways(ops.attention):
+            assert sentence(call, *QKV, scale=value) == f"attention: scale {words}"
+    for silu in (1, None, "yes", torch.ones(9, 9), np.ones(3), Unprintable()):
+        for call in ways(ops.group_norm_silu):
+            said = sentence(call, IMAGE, ONES, ONES, 4, silu=silu)
+            assert said.startswith("group_norm_silu: silu must be True or False, not ")
+            assert "1." not in said
+    for groups in (True, torch.tensor([[2, 2]]), Fraction(2), 4.0):
+        for call in ways(ops.group_norm_silu):
+            assert "groups must be a whole number, not " in sentence(call, IMAGE, ONES, ONES, groups)
+    for start in (-1, True, torch.arange(99), 10**5000):
+        for call in ways(ops.linear_gelu):
+            assert "start must be an integer from 0 to 4, the outputs of weight, not " in sentence(call, X, W, B, start)
+
+
+def test_numbers_that_are_some() -> None:
+    for scale in (2, -0.5, 0, np.float64(0.25)):
+        assert torch.equal(ops.attention(*QKV, scale=scale), ops.attention(*QKV, scale=float(scale)))
+    assert torch.equal(ops.group_norm_silu(IMAGE, ONES, ONES, np.int64(4)), ops.group_norm_silu(IMAGE, ONES, ONES, 4))
+
+
 def test_wrong_shapes_of_plain_are_named() -> None:
-    assert sentence(ops.swiglu.plain, X, V) == "swiglu: b must be float32[2, 3, 16] on cpu, not float32[2, 16] on cpu"
+    for call in (ops.swiglu.plain, ops.swiglu.unchecked):
+        assert sentence(call, X, V) == "swiglu: b must be float32[2, 3, 16] on cpu, not float32[2, 16] on cpu"
+
+
+def test_plain_refuses_what_the_op_refuses() -> None:
+    out = torch.randn(1)
+    before = out.clone()
+    assert "out must be float32[2, 3, 16] on cpu, not float32[1]" in sentence(ops.swiglu.plain, X, X, out=out)
+    assert torch.equal(out, before)
+    buffer = torch.randn(2, 3, 12)
+    before = buffer.clone()
+    assert "partly overlaps an input" in sentence(ops.strided_copy.plain, buffer[..., :8], out=buffer[..., 4:])
+    assert torch.equal(buffer, before)
+    assert sentence(ops.swiglu.plain, X, 3) == "swiglu: b must be a tensor, not int 3"
+    assert "start must be an integer from 0 to 4" in sentence(ops.linear_gelu.plain, X, W, B, -1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_has_no_gradient(name: str) -> None:
+    (x, *rest), kwargs = small(name)
+    with pytest.raises(OpError, match=rf"^{name} has no gradient: call it under torch.no_grad\(\)"):
+        REGISTRY[name].plain(x.detach().clone().requires_grad_(), *rest, **kwargs)
 
 
 def test_an_error_that_no_argument_explains_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

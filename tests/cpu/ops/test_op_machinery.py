@@ -273,7 +273,7 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("group_norm_silu", (IMAGE[0], V[0, :8], V[0, :8], 2), {}, r"x must be \[N, C, H, W\]"),
     ("strided_copy", (torch.tensor(1.0),), {}, r"x must have at least one dimension"),
     ("linear_gelu", (X, SQUARE, SQUARE[0], 17), {}, r"start must be an integer from 0 to 16, .* not 17"),
-    ("linear_gelu", (X, SQUARE, SQUARE[0], 1.0), {}, r"start must be an integer from 0 to 16, .* not 1.0"),
+    ("linear_gelu", (X, SQUARE, SQUARE[0], 1.0), {}, r"start must be an integer from 0 to 16, .* not float 1.0"),
     ("linear_gelu", (X, V[:, :8], V[:, 0]), {}, r"weight must be float32\[2, 16\]"),
     ("linear_gelu", (X, V, V[0]), {}, r"bias must be float32\[2\]"),
     ("linear_gelu", (V, SQUARE, SQUARE[0]), {"out": V}, r"partly overlaps an input"),

@@ -97,6 +97,22 @@ def test_at_least_as_accurate_as_stock(name: str, dtype: torch.dtype) -> None:
     assert (mine <= other * 1.05 + 2e-8).all(), (mine, other)
 
 
+@pytest.mark.parametrize("start", [0, 1, 6])
+@pytest.mark.parametrize("shape", [(3, 0), (2, 3, 0), (2, 1, 3, 0), (2, 1, 3, 2, 0)], ids=len)
+def test_a_product_over_nothing_is_the_bias(shape: tuple[int, ...], start: int) -> None:
+    weight, bias = torch.randn(6, 0), torch.randn(6)
+    expected = torch.cat([bias[:start], F.gelu(bias[start:], approximate="tanh")]).expand(*shape[:-1], 6)
+    first = torch.randn(1, *shape[1:])
+    for x in (torch.randn(shape), first.expand(shape), torch.randn(*shape[:-1], 5)[..., :0]):
+        for call in (ops.linear_gelu, ops.linear_gelu.plain):
+            assert torch.allclose(call(x, weight, bias, start), expected)
+            out = torch.full(expected.shape, float("nan"))
+            assert torch.allclose(call(x, weight, bias, start, out=out), expected)
+            wider = torch.full((*expected.shape[:-1], 9), float("nan"))[..., :6]
+            assert torch.allclose(call(x, weight, bias, start, out=wider), expected)
+        assert torch.equal(ops.linear_swiglu(x, weight), torch.zeros(*shape[:-1], 3))
+
+
 def test_weights_in_another_dtype_are_not_rounded() -> None:
     x, y = torch.randn(1, 64, 128).bfloat16(), torch.randn(1, 64, 128).bfloat16()
     gate = 1 + torch.rand(1, 128) / 300  # below the resolution of bf16

@@ -242,10 +242,19 @@ def test_a_size_beyond_the_position_tables_is_refused_before_drawing(z_image: An
 def test_settings_without_effect_are_refused(flux: Any, z_image: Any) -> None:
     with pytest.raises(ArgumentError, match="true CFG"):
         draw(flux, request_for(flux, "a", 0, negative="b", **SMALL))
+    for scale in (0.0, 0.5, 3.0):
+        with pytest.raises(ArgumentError, match=rf"ignores the true CFG scale {scale:g} without a negative prompt"):
+            draw(flux, request_for(flux, "a", 0, true_cfg=scale, **SMALL))
     with pytest.raises(ArgumentError, match="guidance 0"):
         draw(z_image, request_for(z_image, "a", 0, negative="b", guidance=0.0, **SMALL))
     with pytest.raises(ArgumentError, match="takes no true CFG"):
         draw(z_image, request_for(z_image, "a", 0, true_cfg=2.0, **SMALL))
+
+
+def test_a_prompt_with_half_a_surrogate_pair_is_refused(flux: Any) -> None:
+    for texts in ({"prompt": "\udcff"}, {"prompt": "a", "negative": "\udcff", "true_cfg": 2.0}):
+        with pytest.raises(ArgumentError, match="valid Unicode text; its character 1 is"):
+            request_for(flux, seed=0, **texts, **SMALL)
 
 
 def test_a_negative_prompt_reaches_both_models(flux: Any, z_image: Any) -> None:

@@ -102,7 +102,7 @@ def test_prompts_are_copied_and_the_empty_one_is_valid() -> None:
     assert validation.check_prompts("") == ("",)
 
 
-@pytest.mark.parametrize("prompts", [[], None, 3, [None], ["a", 1], b"a"])
+@pytest.mark.parametrize("prompts", [[], None, 3, [None], ["a", 1], b"a", "\udcff", ["a", "\ud800"]])
 def test_bad_prompts(prompts: Any) -> None:
     with pytest.raises(ArgumentError):
         validation.check_prompts(prompts)
