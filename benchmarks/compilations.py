@@ -42,12 +42,16 @@ def compilations() -> Iterator[Compilations]:
         knobs.listener = before
 
 
-def variants() -> int:
-    """Variants of fusedit's kernels that this process holds, however it came by them."""
+def kernels() -> list[Any]:
+    """fusedit's kernels."""
     from triton.runtime.jit import JITFunction
 
     from fusedit import ops
 
     modules = [__import__(f"fusedit.ops.{name}", fromlist=["kernels"]) for name in ops.registry()]
-    kernels = {id(v): v for module in modules for v in vars(module).values() if isinstance(v, JITFunction)}
-    return sum(len(kept[0]) for kernel in kernels.values() for kept in kernel.device_caches.values())
+    return list({id(v): v for module in modules for v in vars(module).values() if isinstance(v, JITFunction)}.values())
+
+
+def variants() -> int:
+    """Variants of fusedit's kernels that this process holds, however it came by them."""
+    return sum(len(kept[0]) for kernel in kernels() for kept in kernel.device_caches.values())

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
 from fusedit import ops
 from fusedit.models import registry
+from fusedit.ops._op import Backend
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 
 
-@pytest.mark.parametrize(("name", "needed"), [("flux", {"gated_residual", "gelu_tanh"}), ("z_image", {"swiglu"})])
+@pytest.mark.parametrize(
+    ("name", "needed"), [("flux", {"gated_residual", "gelu_tanh"}), ("z_image", {"swiglu", "linear_swiglu"})]
+)
 def test_rare_ops_run(name: str, needed: set[str]) -> None:
     kind = registry()[name]
     model = kind(kind.tiny(), Plan(), Counters())
@@ -19,6 +24,23 @@ def test_rare_ops_run(name: str, needed: set[str]) -> None:
     with torch.no_grad():
         model.rare(torch.zeros(1, 1, 8))
     assert all(sum(ops.registry()[op].ran.values()) > count for op, count in before.items())
+
+
+@pytest.mark.parametrize("name", ["linear_gelu", "linear_swiglu"])
+def test_a_hopper_product_is_ready_whatever_serves_the_first_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few tiles at the first size, enough at the second: the kernel is compiled at the first."""
+    module, hopper = (importlib.import_module(f"fusedit.ops.{m}") for m in (name, "_hopper"))
+    monkeypatch.setattr(module, "choose", lambda *_: Backend("separate", "too few tiles"))
+    monkeypatch.setattr(hopper, "_known", set())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    launched: list[int] = []
+    monkeypatch.setattr(module, "launch", lambda x, *_: launched.append(x.shape[-1]))
+    x, weight = torch.zeros(1, 1, 64, dtype=torch.bfloat16), torch.zeros(256, 64, dtype=torch.bfloat16)
+    rest = (torch.zeros(256, dtype=torch.bfloat16), 128) if name == "linear_gelu" else ()
+    with torch.no_grad():
+        for _ in range(2):
+            ops.registry()[name](x, weight, *rest)
+    assert launched == [64]
 
 
 def test_nothing_is_launched_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
