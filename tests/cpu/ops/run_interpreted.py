@@ -42,7 +42,7 @@ def persistent(name: str, dtype: torch.dtype) -> dict[str, float | bool]:
     """The kernel of an op that takes it on Hopper alone: two items, a slice, tiles that end inside."""
     launch, op = importlib.import_module(f"fusedit.ops.{name}").launch, ops.registry()[name]
     x, weight = torch.randn(2, 330, 72).to(dtype)[:, 30:], (torch.randn(512, 72) / 8).to(dtype)
-    rest = (torch.randn(512).to(dtype), 128) if name == "linear_gelu" else ()
+    rest = (torch.randn(512).to(dtype), 384) if name == "linear_gelu" else ()
     truth = op.reference(*map(double, (x, weight, *rest)))
     buffer = torch.full((2, 310, truth.shape[-1] + 8), float("nan"), dtype=dtype)
     y = buffer[:, 5:305, :-8]
