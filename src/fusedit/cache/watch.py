@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fusedit.cache.checksum import checksums
+from fusedit.runtime.form import STANDARD
 from fusedit.runtime.inspect_module import compiled_by, global_hook_reason, quantised_by
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
@@ -26,8 +27,7 @@ _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, to
 _ALWAYS_SAME: Final = frozenset(
     {nn.Linear, nn.Embedding, nn.Identity, nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList}
 )
-# What every module has, looked at by name below, and what hooks put in its place.
-_STANDARD: Final = frozenset(vars(nn.Module()))
+# What hooks put beside what every module has; both are looked at by name below.
 _WRAPPING: Final = frozenset({"forward", "_old_forward", "_hf_hook", "_diffusers_hook"})
 _SKIPPED: Final = _WRAPPING | {"_output_capturing_hooks_installed"}  # a mark that transformers sets in the first call
 
@@ -115,7 +115,7 @@ class _Walk:
             raise _Unwatchable(f"{self.name} is in training mode")
         if space["_forward_hooks"] or space["_forward_pre_hooks"]:
             self._hooks(space)
-        own = space.keys() - _STANDARD
+        own = space.keys() - STANDARD
         if not own.isdisjoint(_WRAPPING):
             self._wrapping(module, space)
         facts += kind, kind.forward

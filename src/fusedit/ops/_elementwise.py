@@ -62,16 +62,11 @@ def foldable(t: Tensor) -> bool:
     return t.is_contiguous() or (t.ndim <= 3 and t.stride(-1) == 1)
 
 
-def shape_of_tile(C: int, parameters: _rows.Launch) -> tuple[int, int]:
-    """(BLOCK, ROWS) for rows of C channels: a part of one row, or several short rows."""
-    block = max(16, min(parameters.tile, _rows.power_of_2(C)))
-    return block, max(1, parameters.tile // block)
-
-
 def plan(vec: int, folded: torch.Size, channels: int, parameters: _rows.Launch) -> Plan:
     """`channels` is the last dimension before folding: tiles depend on it alone, so that no length changes them."""
     B, S, C = folded
-    block, rows = (parameters.tile, 1) if channels < C else shape_of_tile(C, parameters)
+    block = parameters.tile if channels < C else max(16, min(parameters.tile, _rows.power_of_2(C)))
+    rows = max(1, parameters.tile // block)
     parts = _rows.cdiv(C, block)
     return Plan((_rows.cdiv(S, rows) * parts, B), (S, C // vec, parts), {"BLOCK": block, "ROWS": rows, "VEC": vec})
 

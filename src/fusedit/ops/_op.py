@@ -133,12 +133,7 @@ class Op(Generic[P, R]):
         traced = torch.compiler.is_compiling() or _dispatch_stack() > 0
         if traced or (args and type(args[0]) not in _ORDINARY and isinstance(args[0], Tensor)):
             return self._traced(args, dict(kwargs))  # type: ignore[no-any-return]
-        out = kwargs.pop("out", None)
-        try:
-            return self._run(args, kwargs, out)  # type: ignore[no-any-return]
-        except Exception as error:
-            self._explain(error, args, kwargs, out)
-            raise
+        return self._guarded(args, kwargs, kwargs.pop("out", None))  # type: ignore[no-any-return]
 
     def plain(self, *args: Any, out: Any = None, **kwargs: Any) -> R:
         """Plain torch in the input's dtype, whatever the device; arguments and `out` are checked as for the op."""

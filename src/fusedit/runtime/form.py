@@ -14,7 +14,8 @@ _PLAIN: Final = (type(None), bool, int, float, str)
 # What changes no result, what the fused forwards read at each call or have a reason of their own for, and a block's
 # number. The sizes of a product are those of its weight: a FLUX Control LoRA widens one, pruning narrows some.
 _FREE: Final = frozenset({"in_features", "out_features", "gradient_checkpointing", "fused_projections", "layer_id"})
-_STANDARD: Final = frozenset(vars(nn.Module()))
+STANDARD: Final = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 # What fuse_qkv_projections() adds and unfuse_qkv_projections() may leave.
 FREE_CHILDREN: Final = frozenset({"to_qkv", "to_kv", "to_added_qkv"})
 
@@ -50,7 +51,7 @@ class Form:
     def of(cls, module: nn.Module, blocks: frozenset[str] = frozenset()) -> Form:
         """The form of this module; `blocks` names the lists in it whose entries are built alike."""
         space = module.__dict__
-        free = _STANDARD | _FREE | ({"p"} if type(module) is nn.Dropout else set())
+        free = STANDARD | _FREE | ({"p"} if type(module) is nn.Dropout else set())
         settings = {
             key: value for key, value in space.items() if key not in free and not key.startswith("_") and plain(value)
         }

@@ -17,6 +17,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
+from fusedit.runtime.form import STANDARD
+
 # True classifier-free guidance alternates two conditionings a step, for text and for positions; eight leave room.
 CAPACITY: Final = 8
 
@@ -53,7 +55,7 @@ class _Entry:
 
 
 _ATOMS: Final = frozenset({bool, int, float, str, torch.dtype, type(None)})
-_STANDARD: Final = frozenset(vars(nn.Module())) - {"training"}
+_COMMON: Final = STANDARD - {"training"}
 
 
 class _Seen(NamedTuple):
@@ -83,27 +85,27 @@ def _look(owner: nn.Module) -> _Seen | None:
     objects: list[Any] = []
     facts: list[Any] = []
     for module in owner.modules():
-        kind = type(module)
-        if kind is nn.ModuleList:
-            continue
+        kind, space = type(module), module.__dict__
         if kind.__module__.partition(".")[0] == "peft":
             return None
-        objects.append(module)
-        space = module.__dict__
-        for name in space.keys() - _STANDARD:
-            value = space[name]
-            if type(value) in _ATOMS:
-                facts += name, value
-            elif type(value) in (list, tuple) and all(type(v) in _ATOMS for v in value):
-                facts += name, tuple(value)
-            else:
-                facts.append(name)
-                objects.append(value)
-    weights = (*owner.parameters(), *owner.buffers())
-    if any(weight.is_inference() for weight in weights):
-        return None
-    facts += ((weight._version, weight.data_ptr()) for weight in weights)
-    return _Seen((*objects, *weights), tuple(facts))
+        if kind is not nn.ModuleList:
+            objects.append(module)
+            for name in space.keys() - _COMMON:
+                value = space[name]
+                if type(value) in _ATOMS:
+                    facts += name, value
+                elif type(value) in (list, tuple) and all(type(v) in _ATOMS for v in value):
+                    facts += name, tuple(value)
+                else:
+                    facts.append(name)
+                    objects.append(value)
+        for weight in (*space["_parameters"].values(), *space["_buffers"].values()):
+            if weight is not None:
+                if weight.is_inference():
+                    return None
+                objects.append(weight)
+                facts += weight._version, weight.data_ptr()
+    return _Seen(tuple(objects), tuple(facts))
 
 
 class RunCache:
