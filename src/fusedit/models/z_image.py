@@ -21,21 +21,21 @@ from fusedit import ops
 from fusedit.models._attention import attention_reason
 from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
+from fusedit.models._z_image_block import Block
 from fusedit.models._z_image_layout import Layout, Table, patches, unpatched
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
-from fusedit.runtime.linear import PackedLinear, Part, linear
+from fusedit.runtime.linear import linear
 from fusedit.runtime.lora_scale import lora_scaled
-from fusedit.runtime.product import multiply
 
-_QKV: Final = ("to_q", "to_k", "to_v")
 _NOTHING: Final = nn.Module()
 # The norm after a residual: weight [C] and scale [B, C] (None in the caption's refiner).
 _Norm = tuple[torch.Tensor, torch.Tensor | None]
 _Following = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 # scale and gate of attention, then scale and gate of the feed-forward layer, each [B, C].
 _Mods = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_NO_MODS: Final[_Mods] = (None, None, None, None)
 
 
 class ZImage(FusedModel):
@@ -83,7 +83,7 @@ class ZImage(FusedModel):
         self.linear_swiglu = self.site("z_image.swiglu", ops.linear_swiglu)
         self.attention = self.site("z_image.attention", ops.attention)
         self.noise_refiner, self.context_refiner, self.layers = (
-            Followed(lambda block: _Block(block, self), _Block.unpack) for _ in range(3)
+            Followed(lambda block: Block(block, self), Block.unpack) for _ in range(3)
         )
 
     def unpack(self) -> None:
@@ -313,7 +313,7 @@ class ZImage(FusedModel):
 
     def _chain(
         self,
-        blocks: list[_Block],
+        blocks: list[Block],
         h: torch.Tensor,
         n: torch.Tensor,
         mods: list[_Mods],
@@ -366,47 +366,6 @@ class ZImage(FusedModel):
         }
         module: nn.Module = ZImageTransformer2DModel(**{**config, **changes})  # type: ignore[no-untyped-call, assignment]
         return module.eval()
-
-
-class _Block:
-    """The products of one block: attention up to its output product, and the feed-forward layer."""
-
-    def __init__(self, block: Any, model: ZImage) -> None:
-        self.stock, self.model = block, model
-        packed, counters = model.plan.enabled, model.counters
-        qkv, w13 = "z_image.packed_qkv", "z_image.packed_ffn"
-        self.qkv = PackedLinear(Part(block, "attention"), _QKV, qkv, counters, enabled=packed(qkv))
-        self.w13 = PackedLinear(Part(block, "feed_forward"), ("w1", "w3"), w13, counters, enabled=packed(w13))
-
-    def unpack(self) -> None:
-        self.qkv.unpack()
-        self.w13.unpack()
-
-    def attend(
-        self, n: torch.Tensor, qkv: torch.Tensor, table: Table, offloaded: bool, rows: int | None
-    ) -> torch.Tensor:
-        """n [B, S, C] -> attention's output [B, rows or S, C]; qkv [B, S, 3 C] is scratch."""
-        attn, model = self.stock.attention, self.model
-        packed = self.qkv(n, out=qkv, offloaded=offloaded).view(*n.shape[:2], 3, attn.heads, -1)
-        q, k, v = packed.unbind(2)
-        norms = (attn.norm_q.weight, attn.norm_k.weight)
-        model.rope(packed, *norms, table.cos, table.sin, attn.norm_q.eps, out=(q, k))
-        a = model.attention(q if rows is None else q[:, :rows], k, v, table.mask)
-        return linear(attn.to_out[0], a.flatten(2))
-
-    def feed(self, n: torch.Tensor, out: torch.Tensor, offloaded: bool) -> None:
-        """n [B, S, C] -> the feed-forward layer's output, into out."""
-        whole = self.w13.whole(offloaded=offloaded)
-        if whole is not None and whole[1] is None and ops.linear_swiglu.backend(n, whole[0]).name == "triton":
-            g = self.model.linear_swiglu(n, whole[0])
-        else:
-            u = self.w13.separate(n) if whole is None else multiply(n, *whole)
-            a, b = u.chunk(2, dim=-1)
-            g = self.model.swiglu(a, b, out=a)
-        linear(self.stock.feed_forward.w2, g, out=out)
-
-
-_NO_MODS: Final[_Mods] = (None, None, None, None)
 
 
 def _first(blocks: Any, mods: list[_Mods] | None) -> _Norm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
@@ -86,6 +87,17 @@ def place(tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, GROUP: tl.conste
     first = tile // (GROUP * columns) * GROUP
     height = tl.minimum(rows - first, GROUP)
     return first + tile % (GROUP * columns) % height, tile % (GROUP * columns) // height
+
+
+def into_dense(launch: Callable[[Tensor, Tensor], None], x: Tensor, y: Tensor) -> Tensor:
+    """launch(x [B,S,K], y [B,S,N]) for x and y of two or three dimensions; y by way of a dense tensor where TMA cannot
+    write to it."""
+    target = y if _rows.vector(8, y) > 1 else torch.empty_like(y, memory_format=torch.contiguous_format)
+    if x.ndim == 3:
+        launch(x, target)
+    else:
+        launch(x[None], target[None])
+    return y if target is y else y.copy_(target)
 
 
 _known: set[tuple[str, int | None, torch.dtype]] = set()

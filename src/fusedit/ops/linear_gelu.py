@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _hopper, _rows
+from fusedit.ops import _check, _hopper
 from fusedit.ops._cases import Case, T
 from fusedit.ops._hopper import BK, BM, BN, STAGES, descriptor, place
 from fusedit.ops._op import Backend, Build, Cost, op, wide
@@ -263,9 +263,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, start: int = 0, *, out:
         return _separate(x, weight, bias, start, out, gelu_tanh)
     y = x.new_empty((*x.shape[:-1], weight.shape[0])) if out is None else out
     if name == "triton":
-        target = y if _rows.vector(8, y) > 1 else torch.empty_like(y, memory_format=torch.contiguous_format)
-        launch(x if x.ndim == 3 else x[None], weight, bias, start, target if x.ndim == 3 else target[None])
-        return y if target is y else y.copy_(target)
+        return _hopper.into_dense(lambda x, y: launch(x, weight, bias, start, y), x, y)
     apart = x.ndim == 3 and (rows(x) is None or rows(y) is None)
     for x_item, y_item in zip(x, y, strict=True) if apart else [(x, y)]:
         matrix = x_item.reshape(-1, x_item.shape[-1])

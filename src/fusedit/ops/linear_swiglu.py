@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _hopper, _rows
+from fusedit.ops import _check, _hopper
 from fusedit.ops._cases import Case, T
 from fusedit.ops._elementwise import sigmoid
 from fusedit.ops._hopper import BK, BM, BN, STAGES, descriptor, place
@@ -176,6 +176,4 @@ def linear_swiglu(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Te
         _make_ready(x)
     if name == "separate":
         return swiglu(*F.linear(x, weight).chunk(2, dim=-1), out=y)
-    target = y if _rows.vector(8, y) > 1 else torch.empty_like(y, memory_format=torch.contiguous_format)
-    launch(x if x.ndim == 3 else x[None], weight, target if x.ndim == 3 else target[None])
-    return y if target is y else y.copy_(target)
+    return _hopper.into_dense(lambda x, y: launch(x, weight, y), x, y)

@@ -48,6 +48,7 @@ class Difference(str):
     __slots__ = ()
 
 
+_GONE: Final = object()
 _Stack = list[tuple[str, Any, Form | None]]
 
 
@@ -100,6 +101,8 @@ def _as_stock(module: nn.Module, form: Form) -> bool:
             return False
         inner = space["_modules"]
         if role.each is not None:
+            if None in inner.values():
+                return False
             stack += [(value, role.each) for value in inner.values()]
         elif inner or role.children:
             count = len(role.children)
@@ -173,7 +176,9 @@ def _built_otherwise(name: str, space: dict[str, Any], form: Form) -> str | None
 
 def _other_setting(name: str, space: dict[str, Any], form: Form) -> str | None:
     for key, expected in form.settings.items():
-        found = space.get(key, space["_modules"].get(key, space["_parameters"].get(key)))
+        found = space.get(key, space["_modules"].get(key, space["_parameters"].get(key, _GONE)))
+        if found is _GONE:
+            return Difference(f"{_called(name)} has no {key}, which its stock model has")
         if not plain(found) or found != expected:
             shown = repr(found) if plain(found) else f"a {type(found).__name__}"
             return Difference(f"{key} of {_called(name)} is {shown}, and {expected!r} in its stock model")
@@ -182,16 +187,15 @@ def _other_setting(name: str, space: dict[str, Any], form: Form) -> str | None:
 
 def _push(stack: _Stack, prefix: str, module: nn.Module, form: Form) -> str | None:
     """Put what is in this module on the stack, each with its role; a reason where something is missing."""
-    count = 0
-    for key, child in module.__dict__["_modules"].items():
-        if child is not None and key not in FREE_CHILDREN:
-            role = form.each or form.children.get(key)
-            count += 0 if role is None else 1
-            stack.append((prefix + key, child, role))
-    if form.each is None and count != len(form.children):
-        missing = next(key for key in form.children if module._modules.get(key) is None)
-        stock = _kind(form.children[missing].kind)
-        return Difference(f"inner module {prefix + missing!r} is missing, and a {stock} in its stock model")
+    inner = module.__dict__["_modules"]
+    for key, child in inner.items():
+        if child is not None and (form.each or key not in FREE_CHILDREN):
+            stack.append((prefix + key, child, form.each or form.children.get(key)))
+    roles = form.children if form.each is None else dict.fromkeys(inner, form.each)
+    for key, role in roles.items():
+        if inner.get(key) is None:
+            stock = _kind(role.kind)
+            return Difference(f"inner module {prefix + key!r} is missing, and a {stock} in its stock model")
     return None
 
 

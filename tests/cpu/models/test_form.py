@@ -61,6 +61,11 @@ FLUX_CHANGES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {
     "final": (put("norm_out.norm.eps", lambda: 1.0), ("norm_out.norm'", "1.0")),
     "embedding": (put("time_text_embed.time_proj.downscale_freq_shift", lambda: 1), ("downscale_freq_shift", " 1, ")),
     "unbiased": (put("single_transformer_blocks.1.proj_out.bias", lambda: None), ("1.proj_out'", "no bias")),
+    "no-block": (
+        put("transformer_blocks.1", lambda: None),
+        ("transformer_blocks.1' is missing", "FluxTransformerBlock"),
+    ),
+    "no-eps": (lambda model: delattr(model.transformer_blocks[0].norm1.norm, "eps"), ("0.norm1.norm' has no eps",)),
     "dropout": (put("transformer_blocks.0.ff.net.1", nn.SiLU), ("ff.net.1'", "SiLU", "Dropout")),
 }
 Z_IMAGE_CHANGES: dict[str, tuple[Callable[[Any], None], tuple[str, ...]]] = {

@@ -5,7 +5,6 @@ Captures that fail, and those beside other threads, are tested in processes of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from support.gpu import freed
 from support.gpu_runs import (
     EAGER,
     HEIGHT,
-    KINDS,
     WIDTH,
     GpuKind,
     Seen,
@@ -49,19 +47,6 @@ Drawn = list[torch.Tensor]
 def _capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured whatever the host's speed."""
     monkeypatch.setattr(graphs, "HOST_SHARE", 0.0)
-
-
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
-def kind(request: pytest.FixtureRequest) -> GpuKind:
-    found: GpuKind = request.param
-    return found
-
-
-@pytest.fixture(scope="module")
-def shallow(kind: GpuKind) -> Iterator[Workload]:
-    """Real width, a few layers."""
-    yield kind.make(**kind.shallow)
-    freed()
 
 
 # -- Replays -------------------------------------------------------------------------------------------------------

@@ -2,69 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from support.gpu import draw, errors, freed, peak_bytes
+from support.gpu_runs import GpuKind
 from support.pipes import parameters_of, relative
 
 import fusedit
 from benchmarks.compilations import variants
-from benchmarks.workloads import Workload, flux_1_dev, z_image_turbo
+from benchmarks.workloads import Workload
 
 
-class Kind(NamedTuple):
-    """One architecture: its workload, a shallow config, an even shallower one, and its prompt embeddings."""
-
-    name: str
-    make: Callable[..., Workload]
-    shallow: dict[str, int]
-    one: dict[str, int]
-    embeds: Callable[[int, int], Any]
-    """(batch, tokens) -> prompt_embeds."""
-
-
-def _flux_embeds(batch: int, tokens: int) -> torch.Tensor:
-    return torch.randn(batch, tokens, 4096, device="cuda").bfloat16()
-
-
-def _z_image_embeds(batch: int, tokens: int) -> list[torch.Tensor]:
-    return [torch.randn(tokens + 7 * i, 2560, device="cuda").bfloat16() for i in range(batch)]
-
-
-KINDS = (
-    Kind(
-        "flux",
-        flux_1_dev,
-        {"num_layers": 2, "num_single_layers": 3},
-        {"num_layers": 1, "num_single_layers": 1},
-        _flux_embeds,
-    ),
-    Kind("z_image", z_image_turbo, {"n_layers": 3}, {"n_layers": 1}, _z_image_embeds),
-)
-
-
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    return found
-
-
-@pytest.fixture(scope="module")
-def shallow(kind: Kind) -> Iterator[Workload]:
-    """Real width, a few layers."""
-    yield kind.make(**kind.shallow)
-    freed()
-
-
-def sites(handle: fusedit.Handle, kind: Kind) -> dict[str, Any]:
+def sites(handle: fusedit.Handle, kind: GpuKind) -> dict[str, Any]:
     return {site.site: site for site in handle.report().rewritten if site.site.startswith(kind.name + ".")}
 
 
 @pytest.mark.parametrize(("width", "height", "batch"), [(512, 512, 1), (1024, 1024, 1), (272, 528, 3)])
-def test_error_is_not_above_stock(kind: Kind, shallow: Workload, width: int, height: int, batch: int) -> None:
+def test_error_is_not_above_stock(kind: GpuKind, shallow: Workload, width: int, height: int, batch: int) -> None:
     handle = fusedit.accelerate(shallow.pipe)
     ours, stock = errors(shallow, handle, width, height, batch)
     assert ours <= 1.05 * stock
@@ -76,7 +32,7 @@ def test_error_is_not_above_stock(kind: Kind, shallow: Workload, width: int, hei
     handle.restore()
 
 
-def test_full_depth_error_is_not_above_stock(kind: Kind) -> None:
+def test_full_depth_error_is_not_above_stock(kind: GpuKind) -> None:
     workload = kind.make()
     handle = fusedit.accelerate(workload.pipe)
     ours, stock = errors(workload, handle, 1024, 1024, 1)
@@ -118,7 +74,7 @@ def test_no_memory_above_stock_and_none_left_behind(shallow: Workload) -> None:
     handle.restore()
 
 
-def test_new_sizes_batches_and_prompt_lengths_compile_nothing(kind: Kind, shallow: Workload) -> None:
+def test_new_sizes_batches_and_prompt_lengths_compile_nothing(shallow: Workload) -> None:
     handle = fusedit.accelerate(shallow.pipe)
     draw(shallow, 512, 512)
     draw(shallow, 512, 512, batch=2)
@@ -126,7 +82,8 @@ def test_new_sizes_batches_and_prompt_lengths_compile_nothing(kind: Kind, shallo
     assert before > 0
     for width, height, batch in [(256, 256, 1), (272, 528, 1), (1024, 768, 1), (640, 512, 3), (768, 768, 2)]:
         draw(shallow, width, height, batch)
-        draw(shallow, width, height, batch, prompt_embeds=kind.embeds(batch, 37))
+        tokens = [37 + 7 * item for item in range(batch)]
+        draw(shallow, **shallow.arguments(width, height, batch, tokens))
     assert variants() == before
     handle.restore()
 
@@ -147,7 +104,7 @@ def test_restore_after_gpu_runs_and_moves_is_bit_identical(shallow: Workload) ->
     assert torch.equal(draw(shallow), stock)
 
 
-def test_model_offload_runs_fused_and_frees_the_gpu(kind: Kind) -> None:
+def test_model_offload_runs_fused_and_frees_the_gpu(kind: GpuKind) -> None:
     workload = kind.make(**kind.one)
     handle = fusedit.accelerate(workload.pipe)
     resident = draw(workload)

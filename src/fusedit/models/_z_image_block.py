@@ -1,0 +1,56 @@
+"""The products of one block of Z-Image: q, k and v as one, attention, and the gated feed-forward layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fusedit import ops
+from fusedit.models._z_image_layout import Table
+from fusedit.runtime.linear import PackedLinear, Part, linear
+from fusedit.runtime.product import multiply
+
+if TYPE_CHECKING:
+    from fusedit.models.z_image import ZImage
+
+_QKV: Final = ("to_q", "to_k", "to_v")
+
+
+class Block:
+    """The products of one block: attention up to its output product, and the feed-forward layer."""
+
+    def __init__(self, block: Any, model: ZImage) -> None:
+        self.stock, self.model = block, model
+        packed, counters = model.plan.enabled, model.counters
+        qkv, w13 = "z_image.packed_qkv", "z_image.packed_ffn"
+        self.qkv = PackedLinear(Part(block, "attention"), _QKV, qkv, counters, enabled=packed(qkv))
+        self.w13 = PackedLinear(Part(block, "feed_forward"), ("w1", "w3"), w13, counters, enabled=packed(w13))
+
+    def unpack(self) -> None:
+        self.qkv.unpack()
+        self.w13.unpack()
+
+    def attend(
+        self, n: torch.Tensor, qkv: torch.Tensor, table: Table, offloaded: bool, rows: int | None
+    ) -> torch.Tensor:
+        """n [B, S, C] -> attention's output [B, rows or S, C]; qkv [B, S, 3 C] is scratch."""
+        attn, model = self.stock.attention, self.model
+        packed = self.qkv(n, out=qkv, offloaded=offloaded).view(*n.shape[:2], 3, attn.heads, -1)
+        q, k, v = packed.unbind(2)
+        norms = (attn.norm_q.weight, attn.norm_k.weight)
+        model.rope(packed, *norms, table.cos, table.sin, attn.norm_q.eps, out=(q, k))
+        a = model.attention(q if rows is None else q[:, :rows], k, v, table.mask)
+        return linear(attn.to_out[0], a.flatten(2))
+
+    def feed(self, n: torch.Tensor, out: torch.Tensor, offloaded: bool) -> None:
+        """n [B, S, C] -> the feed-forward layer's output, into out."""
+        whole = self.w13.whole(offloaded=offloaded)
+        if whole is not None and whole[1] is None and ops.linear_swiglu.backend(n, whole[0]).name == "triton":
+            g = self.model.linear_swiglu(n, whole[0])
+        else:
+            # Not through the op, whose result is a tensor of its own: the gate works in place on the product's output.
+            u = self.w13.separate(n) if whole is None else multiply(n, *whole)
+            a, b = u.chunk(2, dim=-1)
+            g = self.model.swiglu(a, b, out=a)
+        linear(self.stock.feed_forward.w2, g, out=out)
