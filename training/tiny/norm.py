@@ -1,6 +1,6 @@
 """Norm, modulation, gated residual and rotary embedding in one pass each way.
 
-    y = residual + shift + factor * norm(x), each pair of it turned by an angle
+    y = residual + shift + factor * norm(x), or shift + factor * norm(x) with each pair of it turned by an angle
 
 These passes, not the matrix products, are what a step costs in models this narrow: stock makes up to ten of them.
 """
@@ -250,10 +250,12 @@ def norm(
     kind: int = RMS,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Return residual + shift + factor * norm(x), turned, for X [B, S, D] or [B, S, H, D].
+    """Return residual + shift + factor * norm(x), or that without RESIDUAL turned, for X [B, S, D] or [B, S, H, D].
 
     FACTOR and SHIFT are [B, D], or [1, D] for all; RESIDUAL is as X. With TURN, D is a power of two.
     """
+    if turn is not None and residual is not None:
+        raise ValueError("norm: a residual is not turned, so residual and turn exclude each other")
     if x.ndim != 4:
         flat = x.unsqueeze(2) if x.ndim == 3 else x.reshape(1, -1, 1, x.shape[-1])
         residual = None if residual is None else residual.reshape(flat.shape)

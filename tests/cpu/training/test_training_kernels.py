@@ -1,0 +1,46 @@
+"""The kernels that train the embedded models, without a GPU: values and gradients through Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from support.training_kernels import CASES, Case, norm, results
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, list[str]]:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values_and_gradients_are_those_of_autograd(case: Case, interpreted: dict[str, list[str]]) -> None:
+    assert interpreted[case.name] == []
+
+
+def test_what_is_compared_has_gradients_that_differ_from_zero() -> None:
+    for case in CASES:
+        value, *gradients = results(case, "cpu", torch.float32, kernels=False)
+        assert value.norm() > 0
+        assert "sums" in case.name or all(gradient.norm() > 0 for gradient in gradients), case.name
+
+
+def test_a_residual_is_not_turned() -> None:
+    x, turn = torch.randn(1, 4, 2, 8), (torch.ones(4, 4), torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="residual and turn exclude each other"):
+        norm.norm(x, torch.ones(1, 8), residual=x, turn=turn)
