@@ -43,6 +43,11 @@ def _normed(kind: int, *, turned: bool = False) -> Callable[..., Tensor]:
     return run
 
 
+def _strided_tables(x: Tensor, factor: Tensor) -> Tensor:
+    angles = torch.arange(x.shape[1] * x.shape[-1] // 2, device=x.device).view(-1, x.shape[1]).T / 7
+    return norm.norm(x, factor, turn=(angles.cos(), angles.sin()), kind=norm.RMS)
+
+
 def _heads(x: Tensor, factor: Tensor) -> Tensor:
     """Heads of a wider row, the last one left out: strided in and, through the transposition, strided gradients."""
     heads = x.unflatten(-1, (-1, factor.shape[1]))[:, :, :-1]
@@ -79,6 +84,13 @@ CASES = (
     Case("turned", _normed(norm.RMS, turned=True), _all((2, 11, 3, 32), (1, 32))),
     Case("turned-shift", _normed(norm.LAYER, turned=True), _all((2, 4, 2, 8), (2, 8), (2, 8))),
     Case("heads", _heads, _all((2, 6, 64), (1, 16))),
+    Case(
+        "strided-vectors",
+        lambda x, f, s, r: norm.norm(x, f[:, ::2], s.mT, r.mT, kind=norm.LAYER),
+        _all((2, 5, 24), (2, 48), (24, 2), (2, 24, 5)),
+    ),
+    Case("strided-gate", lambda r, g, x: norm.gated(r, g[:, ::2], x), _all((2, 9, 40), (2, 80), (2, 9, 40))),
+    Case("strided-tables", _strided_tables, _all((2, 11, 3, 32), (1, 32))),
     Case("many-rows", _normed(norm.RMS), _all((1, 1100, 2, 16), (1, 16))),
     Case("gate", gate.silu_gate, _all((3, 50, 31), (3, 50, 31))),
     Case("gate-strided", lambda x: gate.silu_gate(*x.chunk(2, dim=-1)), _all((5, 62))),

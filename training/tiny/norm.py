@@ -167,6 +167,11 @@ def _split(x: torch.Tensor, groups: int) -> tuple[tuple[int, int], dict[str, int
     return (triton.cdiv(rows, chunk), groups), sizes | {"WIDTH": width, "BLOCK": block, "ROWS": tile}
 
 
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """X itself, or a copy where its last dimension has gaps, which the kernels do not read."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -180,8 +185,9 @@ class _Norm(torch.autograd.Function):
         kind: int,
         eps: float,
     ) -> torch.Tensor:
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        residual = None if residual is None else residual.contiguous()
+        x, factor = _dense_rows(x), _dense_rows(factor)
+        shift = None if shift is None else _dense_rows(shift)
+        residual, cos, sin = (None if t is None else t.contiguous() for t in (residual, cos, sin))
         out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
         grid, sizes = _split(x, len(factor))
         flags = {"KIND": kind, "SHIFT": shift is not None, "TURN": cos is not None}
@@ -201,7 +207,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, factor, cos, sin = ctx.saved_tensors
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        grad = _dense_rows(grad)
         into = torch.empty(x.shape, device=x.device, dtype=x.dtype)
         grid, sizes = _split(x, len(factor))
         parts = [torch.empty(grid[1], grid[0], x.shape[-1], device=x.device) for _ in range(1 + ctx.flags["SHIFT"])]
@@ -256,6 +262,8 @@ def norm(
     """
     if turn is not None and residual is not None:
         raise ValueError("norm: a residual is not turned, so residual and turn exclude each other")
+    if turn is not None and x.shape[-1] & (x.shape[-1] - 1):
+        raise ValueError(f"norm: with turn, the last dimension must be a power of two, not {x.shape[-1]}")
     if x.ndim != 4:
         flat = x.unsqueeze(2) if x.ndim == 3 else x.reshape(1, -1, 1, x.shape[-1])
         residual = None if residual is None else residual.reshape(flat.shape)

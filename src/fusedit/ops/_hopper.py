@@ -93,7 +93,8 @@ def place(tile: tl.tensor, rows: tl.tensor, columns: tl.tensor, GROUP: tl.conste
 def into_dense(launch: Callable[[Tensor, Tensor], None], x: Tensor, y: Tensor) -> Tensor:
     """launch(x [B,S,K], y [B,S,N]) for x and y of two or three dimensions; y by way of a dense tensor where TMA cannot
     write to it."""
-    target = y if _rows.vector(8, y) > 1 else torch.empty_like(y, memory_format=torch.contiguous_format)
+    direct = y.stride(-1) == 1 and _rows.vector(8, y) > 1
+    target = y if direct else torch.empty_like(y, memory_format=torch.contiguous_format)
     if x.ndim == 3:
         launch(x, target)
     else:

@@ -6,14 +6,15 @@ A packed group is one storage of which the stock parameters are views, so packin
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from threading import RLock
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedit.runtime import former
 from fusedit.runtime.counters import Counters
@@ -31,15 +32,16 @@ def linear(layer: Any, x: torch.Tensor, out: torch.Tensor | None = None) -> torc
     return multiply(x, layer.weight, layer.bias, out)
 
 
-# First layer of a group -> address and size of the storages the group was packed into. Kept here and not on the group:
-# two pipelines that share a module have a group each, and the one that packed may be gone when the other unpacks.
-_HOMES: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
+# Parameter -> address and size of the storage it was packed into. Kept here and not on the group: two pipelines that
+# share a module have a group each, and the one that packed may be gone when the other unpacks.
+_HOMES: Final = WeakIdKeyDictionary()
 # Held while storages are given and taken: pipelines that share a module may be called from two threads.
 _MOVING: Final = RLock()  # a collected pipeline may let go of its modules right inside
 
 
-def _homes(layers: Sequence[nn.Module]) -> set[tuple[int, int]]:
-    return _HOMES.get(layers[0], set()) if layers else set()
+def _is_packed(t: torch.Tensor) -> bool:
+    """Whether t still lies where a group has put it."""
+    return t in _HOMES and bool(_HOMES[t] == _storage(t))
 
 
 class Part:
@@ -70,6 +72,8 @@ class PackedLinear:
         # Places and storage sizes of parts that were seen adjacent. No tensor is kept: it would hold the packed
         # storage alive on the GPU after the parameters have moved away.
         self._packed: tuple[Any, ...] | None = None
+        # The parameters seen in it, held weakly: by the time they are unpacked their layers may have been replaced.
+        self._seen: Final = WeakIdKeyDictionary()
 
     def layers(self) -> list[Any]:
         return [getattr(self.parent, name) for name in self.names]
@@ -110,27 +114,31 @@ class PackedLinear:
             return None
         if len({bias is None for bias in biases}) > 1:
             return "some layers have a bias and some have none"
-        if len({(w.dtype, w.device, w.shape[1]) for w in weights}) > 1:
+        if len({(w.dtype, w.device, w.shape[1:]) for w in weights}) > 1:
             return "layers differ in dtype, device or input width"
+        for name, weight, bias in zip(self.names, weights, biases, strict=True):
+            like = (weight.dtype, weight.device, weight.shape[:1])
+            if bias is not None and (bias.dtype, bias.device, bias.shape) != like:
+                return f"the bias of {name} differs from its weight in dtype, device or width"
         with _MOVING:
-            return self._pack_together(layers, weights, biases, offloaded)
+            return self._pack_together(weights, biases, offloaded)
 
     def _pack_together(
-        self, layers: list[Any], weights: list[torch.Tensor], biases: list[torch.Tensor | None], offloaded: bool
+        self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], offloaded: bool
     ) -> str | None:
         """Give the parts one storage, unless they have one already; why that is not possible, if so."""
         groups = [weights] + ([[b for b in biases if b is not None]] if biases[0] is not None else [])
         if not all(map(_adjacent, groups)):
             if offloaded:
                 return "weights move between calls (offload), so they are not packed"
-            parts, homes = [t for group in groups for t in group], _homes(layers)
+            parts = [t for group in groups for t in group]
             if any(t.is_inference() for t in parts):
                 return "weights loaded under inference_mode cannot be packed"
             if any(t.device.type == "cpu" and t.is_shared() for t in parts):  # type: ignore[no-untyped-call]
                 return "weights lie in memory shared between processes"
             if len({t.data_ptr() for t in parts}) < len(parts):
                 return "two of the layers share a weight"
-            if not all(_sole_owner(t) or _storage(t) in homes for t in parts):
+            if not all(_sole_owner(t) or _is_packed(t) for t in parts):
                 return "a weight shares its storage with another tensor"
             try:
                 with torch.inference_mode(False):  # else the parameters would become inference tensors for good
@@ -138,30 +146,33 @@ class PackedLinear:
             except torch.OutOfMemoryError:
                 return "out of memory while packing"
             for tensor in parts:
-                if _storage(tensor) not in homes:
+                if not _is_packed(tensor):
                     former.remember(tensor)
             for group, whole in zip(groups, packed, strict=True):
                 for tensor, part in zip(group, torch.split(whole, [t.shape[0] for t in group]), strict=True):
                     tensor.data = part
-            _HOMES[layers[0]] = set(map(_storage, packed))
+                    _HOMES[tensor] = _storage(whole)
             self.counters.event("weight groups packed")
         self._packed = _stamp(weights, biases)
+        self._seen.update((tensor, True) for group in groups for tensor in group)
         return None
 
     def unpack(self) -> None:
         """Give each parameter its former or an own storage again; what was never packed keeps the one it came with."""
         self._packed = None
         with _MOVING:
-            self._give_back([layer for layer in map(_base, self.layers()) if layer is not None])
-
-    @staticmethod
-    def _give_back(layers: list[nn.Linear]) -> None:
-        homes = _homes(layers)
-        for group in ([layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]):
-            for tensor in group:
-                if _storage(tensor) in homes:
+            for tensor in (*self._seen, *self._within_reach()):
+                if _is_packed(tensor):
                     with torch.inference_mode(False):
                         former.give_back(tensor)
+            self._seen.clear()
+
+    def _within_reach(self) -> Iterator[torch.Tensor]:
+        """The parameters of the layers as they are now, of those that are there: another group may have packed them."""
+        for name in self.names:
+            with suppress(AttributeError):
+                layer = _base(getattr(self.parent, name))
+                yield from () if layer is None else layer.parameters(recurse=False)
 
 
 def _base(layer: Any) -> nn.Linear | None:

@@ -6,12 +6,15 @@ import importlib
 import json
 import sys
 import warnings
+from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import torch
 
 from fusedit import ops
-from fusedit.ops import _triton
+from fusedit.ops import _hopper, _triton
+from fusedit.ops._op import Backend
 from fusedit.ops._verify import double, error, verify
 
 
@@ -35,6 +38,8 @@ def main() -> None:
         for dtype in (torch.float32, torch.float16):
             for name in ("linear_gelu", "linear_swiglu"):
                 found[f"{name}/persistent/{str(dtype)[6:]}"] = persistent(name, dtype)
+                for out in OUTS:
+                    found[f"{name}/out-{out}/{str(dtype)[6:]}"] = into(name, dtype, out)
     print(json.dumps(found))
 
 
@@ -47,6 +52,31 @@ def persistent(name: str, dtype: torch.dtype) -> dict[str, float | bool]:
     buffer = torch.full((2, 310, truth.shape[-1] + 8), float("nan"), dtype=dtype)
     y = buffer[:, 5:305, :-8]
     launch(x, weight, *rest, y)
+    made = error(y, truth).relative_l2
+    y.fill_(float("nan"))
+    return {"error": made, "outside": bool(buffer.isnan().all())}
+
+
+# Results that TMA cannot write to, by how they lie in a dense buffer of 41 x 2 N + 8 elements.
+OUTS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "gapped": lambda buffer, n: buffer[: 40 * 2 * n].view(40, 2 * n)[:, ::2],
+    "unaligned": lambda buffer, n: buffer[1 : 1 + 40 * n].view(40, n),
+    "odd-rows": lambda buffer, n: buffer.as_strided((40, n), (n + 3, 1), 8),
+    "transposed": lambda buffer, n: buffer[: 40 * n].view(n, 40).t(),
+}
+
+
+def into(name: str, dtype: torch.dtype, out: str) -> dict[str, float | bool]:
+    """The op itself with its Hopper kernel chosen, into a result that lies in an unusual way."""
+    module, op = importlib.import_module(f"fusedit.ops.{name}"), ops.registry()[name]
+    x, weight = torch.randn(40, 72).to(dtype), (torch.randn(512, 72) / 8).to(dtype)
+    rest = (torch.randn(512).to(dtype), 384) if name == "linear_gelu" else ()
+    truth = op.reference(*map(double, (x, weight, *rest)))
+    buffer = torch.full((41 * 2 * truth.shape[-1] + 8,), float("nan"), dtype=dtype)
+    y = OUTS[out](buffer, truth.shape[-1])
+    chosen = mock.patch.object(module, "choose", return_value=Backend("triton", ""))
+    with chosen, mock.patch.object(_hopper, "first_time", return_value=False):  # which asks CUDA
+        op(x, weight, *rest, out=y)
     made = error(y, truth).relative_l2
     y.fill_(float("nan"))
     return {"error": made, "outside": bool(buffer.isnan().all())}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -82,3 +83,67 @@ def test_two_groups_of_the_same_layers_pack_from_two_threads() -> None:
         for packed in groups:
             packed.unpack()
         assert all(p.untyped_storage().nbytes() == p.nbytes for p in parent.parameters())
+
+
+def own_storages(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+
+
+def replaced(parent: Parent, name: str) -> None:
+    setattr(parent, name, copy.deepcopy(getattr(parent, name)))
+
+
+GONE: dict[str, Callable[[Parent, str], None]] = {
+    "replaced": replaced,
+    "identity": lambda parent, name: setattr(parent, name, nn.Identity()),
+    "none": lambda parent, name: setattr(parent, name, None),
+    "deleted": lambda parent, name: delattr(parent, name),
+    "no weight": lambda parent, name: setattr(getattr(parent, name), "weight", None),
+    "bias deleted": lambda parent, name: delattr(getattr(parent, name), "bias"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("what", GONE)
+def test_unpacking_reaches_all_that_was_packed_whatever_became_of_the_layers(what: str, name: str) -> None:
+    parent, x = Parent(), torch.randn(1, 5, 32)
+    parameters, layer = list(parent.parameters()), getattr(parent, name)
+    values = [p.clone() for p in parameters]
+    packed = group(parent)
+    packed(x)
+    assert not own_storages(parameters)
+    GONE[what](parent, name)
+    packed.unpack()
+    assert own_storages(parameters)
+    assert all(map(torch.equal, parameters, values))
+    assert layer is not getattr(parent, name, None) or what in ("no weight", "bias deleted")
+
+
+def test_a_replaced_layer_is_packed_with_the_others_and_let_go_of_with_them() -> None:
+    parent, x = Parent(), torch.randn(1, 5, 32)
+    packed, old = group(parent), list(parent.parameters())
+    packed(x)
+    replaced(parent, "a")
+    torch.testing.assert_close(packed(x), parent.separate(x))
+    assert not own_storages(parent.parameters())
+    packed.unpack()
+    assert own_storages([*old, *parent.parameters()])
+
+
+def test_a_group_that_only_saw_the_packed_layers_unpacks_them() -> None:
+    parent, x = Parent(), torch.randn(1, 5, 32)
+    group(parent)(x)  # and is gone
+    assert not own_storages(parent.parameters())
+    group(parent).unpack()
+    assert own_storages(parent.parameters())
+
+
+@pytest.mark.parametrize("bias", [torch.ones(32, dtype=torch.bfloat16), torch.ones(1), torch.ones(33)])
+def test_a_bias_unlike_its_weight_is_left_as_it_is(bias: torch.Tensor) -> None:
+    parent, x = Parent(), torch.randn(1, 5, 32)
+    parent.b.bias = nn.Parameter(bias)
+    assert group(parent).whole() is None
+    assert parent.b.bias.dtype is bias.dtype
+    assert own_storages(parent.parameters())
+    if bias.numel() == 1:  # stock spreads it over all outputs
+        torch.testing.assert_close(group(parent)(x), parent.separate(x))

@@ -44,3 +44,8 @@ def test_a_residual_is_not_turned() -> None:
     x, turn = torch.randn(1, 4, 2, 8), (torch.ones(4, 4), torch.zeros(4, 4))
     with pytest.raises(ValueError, match="residual and turn exclude each other"):
         norm.norm(x, torch.ones(1, 8), residual=x, turn=turn)
+
+
+def test_only_powers_of_two_are_turned() -> None:
+    with pytest.raises(ValueError, match="power of two, not 20"):
+        norm.norm(torch.randn(1, 4, 2, 20), torch.ones(1, 20), turn=(torch.ones(4, 10), torch.zeros(4, 10)))
