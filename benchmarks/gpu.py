@@ -59,6 +59,13 @@ def peaks() -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
+def idle_in_graphs() -> int:
+    """Bytes that captured graphs hold for their replays: no tensor lies there, and nothing else may."""
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    private = (segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
+
+
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages behind these tensors on the GPU, each counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == DEVICE)

@@ -18,7 +18,8 @@ take turns until each has run for seconds, and the later half counts, since a ca
 
 - **ms**: median, with 5 and 95 %. **of floor**: ms over the floor's. **launches**: kernels a step, those inside a
   replayed CUDA graph included. **J**: from the card's energy counter.
-- **GiB**: the most this plan needs, weights included, without what the others in the process hold.
+- **GiB**: the most this plan needs, weights and the memory of CUDA graphs included, without what the others in the
+  process hold.
 - **error**: relative L2 of one step against stock in fp32 on the same weights and input, and after the slash that of
   stock in bf16. **check**: green where the former is at most 5 % above the latter.
 - **cold s**: to the end of the first step of this size in a running process, compilation included.

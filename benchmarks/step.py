@@ -76,7 +76,7 @@ def measure(shape: Shape, seconds: float) -> None:
 def _look(shape: Shape, bench: SideBySide, plan: str, reference: Truth, bursts: Bursts) -> None:
     """Error, seconds to the first step, and memory of one plan."""
     laid, row = bench.lay(plan), shape.rows[plan]
-    others = gpu.allocated() - laid.own_bytes(shape.arguments)
+    others, idle = gpu.allocated() - laid.own_bytes(shape.arguments), gpu.idle_in_graphs()
     with laid.context():
         error, first = reference.check(laid.pipe)
         gpu.free()
@@ -84,7 +84,7 @@ def _look(shape: Shape, bench: SideBySide, plan: str, reference: Truth, bursts: 
         plain_call(laid.pipe, shape.arguments, CHECKED)
         allocated, reserved = gpu.peaks()
     row.judge(error, reference.stock_error)
-    row.peak_bytes = allocated - others
+    row.peak_bytes = allocated - others + gpu.idle_in_graphs() - idle
     row.more["reserved_bytes"] = reserved - others
     if plan != "stock":
         row.more["cold_s" if plan in COMPILED else "first_step_s"] = round(first, 2)

@@ -10,6 +10,7 @@ import torch
 
 import fusedit
 from benchmarks.errors import step_errors
+from benchmarks.gpu import idle_in_graphs
 from benchmarks.workloads import Workload
 
 
@@ -42,8 +43,9 @@ def freed() -> int:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
+    """The most bytes that tensors take, with what CUDA graphs hold for their replays."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() + idle_in_graphs()

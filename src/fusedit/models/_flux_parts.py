@@ -66,10 +66,5 @@ def width_of(block: Any) -> int:
     return width
 
 
-def scratch_part(scratch: torch.Tensor, batch: int, length: int, width: int) -> torch.Tensor:
-    """The first numbers of scratch as a dense [B, S, width]."""
-    return scratch.view(-1)[: batch * length * width].view(batch, length, width)
-
-
 def eps(norm: Any, x: torch.Tensor) -> float:
     return torch.finfo(x.dtype).eps if norm.eps is None else float(norm.eps)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fusedit import ops
-from fusedit.models._flux_parts import Pair, eps, scratch_part, width_of
+from fusedit.models._flux_parts import Pair, eps, width_of
+from fusedit.models._scratch import scratch_part
 
 if TYPE_CHECKING:
     from fusedit.models.flux import Flux
@@ -28,7 +29,7 @@ class SingleInput:
         """n [B, S, C] -> [attention | GELU(mlp)] [B, S, C + M], a strided view into the product's output in scratch."""
         attn = self.block.attn
         wide = attn.inner_dim
-        x = scratch_part(scratch, n.shape[0], n.shape[1], width_of(self.block))
+        x = scratch_part(scratch, n, width_of(self.block))
         whole = self.product.whole(offloaded=offloaded)
         if whole is not None and whole[1] is not None:
             self.model.linear_gelu(n, *whole, 3 * wide, out=x)

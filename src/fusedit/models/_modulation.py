@@ -24,8 +24,9 @@ ROWS: Final = 32
 """Rows of a table at most: 68 MB for FLUX.1-dev, 31 MB for Z-Image-Turbo."""
 TABLES: Final = 2
 """Tables of the same steps: true guidance in two calls a step alternates two conditionings."""
-TOKENS_PER_ROW: Final = 128
-"""And no more than a row for this many tokens: then table and fused activations together stay below stock's peak."""
+TOKENS_PER_ROW: Final = 160
+"""And no more than a row for this many tokens: then table, fused activations and what a graph holds together stay below
+stock's peak. FLUX.1-dev has 28 rows at 1024x1024, one table for its 28 steps."""
 CALLS: Final = 64
 
 Ahead = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

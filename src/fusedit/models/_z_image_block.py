@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fusedit import ops
+from fusedit.models._scratch import scratch_part
 from fusedit.models._z_image_layout import Table
 from fusedit.runtime.linear import PackedLinear, Part, linear
 from fusedit.runtime.product import multiply
@@ -32,10 +33,11 @@ class Block:
         self.w13.unpack()
 
     def attend(
-        self, n: torch.Tensor, qkv: torch.Tensor, table: Table, offloaded: bool, rows: int | None
+        self, n: torch.Tensor, scratch: torch.Tensor, table: Table, offloaded: bool, rows: int | None
     ) -> torch.Tensor:
-        """n [B, S, C] -> attention's output [B, rows or S, C]; qkv [B, S, 3 C] is scratch."""
+        """n [B, S, C] -> attention's output [B, rows or S, C]."""
         attn, model = self.stock.attention, self.model
+        qkv = scratch_part(scratch, n, 3 * attn.to_q.out_features)
         packed = self.qkv(n, out=qkv, offloaded=offloaded).view(*n.shape[:2], 3, attn.heads, -1)
         q, k, v = packed.unbind(2)
         norms = (attn.norm_q.weight, attn.norm_k.weight)
@@ -43,14 +45,26 @@ class Block:
         a = model.attention(q if rows is None else q[:, :rows], k, v, table.mask)
         return linear(attn.to_out[0], a.flatten(2))
 
-    def feed(self, n: torch.Tensor, out: torch.Tensor, offloaded: bool) -> None:
+    def feed(self, n: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor, offloaded: bool) -> None:
         """n [B, S, C] -> the feed-forward layer's output, into out."""
+        wide = self.hidden()
         whole = self.w13.whole(offloaded=offloaded)
         if whole is not None and whole[1] is None and ops.linear_swiglu.backend(n, whole[0]).name == "triton":
-            g = self.model.linear_swiglu(n, whole[0])
+            g = self.model.linear_swiglu(n, whole[0], out=scratch_part(scratch, n, wide))
         else:
-            # Not through the op, whose result is a tensor of its own: the gate works in place on the product's output.
-            u = self.w13.separate(n) if whole is None else multiply(n, *whole)
+            # Not through the op, whose result has no room for both: the gate works in place on the product's output.
+            u = scratch_part(scratch, n, 2 * wide)
+            u = self.w13.separate(n, u) if whole is None else multiply(n, *whole, u)
             a, b = u.chunk(2, dim=-1)
             g = self.model.swiglu(a, b, out=a)
         linear(self.stock.feed_forward.w2, g, out=out)
+
+    def hidden(self) -> int:
+        """F, the inner width of the feed-forward layer."""
+        width: int = self.stock.feed_forward.w1.out_features
+        return width
+
+    def scratch_width(self) -> int:
+        """Columns that q, k and v, and later both inputs of the gate, take of each token."""
+        qkv: int = 3 * self.stock.attention.to_q.out_features
+        return max(qkv, 2 * self.hidden())

@@ -20,10 +20,11 @@ from torch.nn import functional as F
 
 from fusedit import ops
 from fusedit.models._attention import attention_reason
-from fusedit.models._flux_parts import Pair, Residuals, Six, Vectors, eps, scratch_part, width_of
+from fusedit.models._flux_parts import Pair, Residuals, Six, Vectors, eps, width_of
 from fusedit.models._flux_single import IMAGE, SingleInput
 from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
+from fusedit.models._scratch import scratch_part
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
@@ -320,7 +321,7 @@ class Flux(FusedModel):
         """One double block: n holds its modulated input and leaves with the following block's; h is the residual."""
         attn = block.attn
         cos, sin = rotary
-        qkv = scratch_part(scratch, h.shape[0], h.shape[1], 3 * attn.inner_dim)
+        qkv = scratch_part(scratch, h, 3 * attn.inner_dim)
         products[0](n[:, t:], out=qkv[:, t:], offloaded=offloaded)
         products[1](n[:, :t], out=qkv[:, :t], offloaded=offloaded)
         qkv = qkv.view(*qkv.shape[:2], 3, -1, attn.head_dim)
@@ -350,7 +351,7 @@ class Flux(FusedModel):
 
     def _activated(self, layer: Any, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """gelu(layer(x)), in scratch; x [B, S, K]."""
-        u = scratch_part(scratch, x.shape[0], x.shape[1], layer.out_features)
+        u = scratch_part(scratch, x, layer.out_features)
         if type(layer) is nn.Linear and layer.bias is not None:
             return self.linear_gelu(x, layer.weight, layer.bias, out=u)  # type: ignore[no-any-return]
         return self.gelu(linear(layer, x, out=u), out=u)  # type: ignore[no-any-return]

@@ -253,9 +253,8 @@ class ZImage(FusedModel):
             h[i, end:] = 0
         if len(m.context_refiner):
             n = self.norm(h, *_first(m.context_refiner, None), _eps(m.context_refiner))
-            self._chain(
-                self.context_refiner(m.context_refiner), h, n, [_NO_MODS] * len(m.context_refiner), layout.captions
-            )
+            blocks = self.context_refiner(m.context_refiner)
+            self._chain(blocks, h, n, _scratch(h, blocks), [_NO_MODS] * len(blocks), layout.captions)
             for i, end in enumerate(layout.caption_lengths):
                 h[i, end:] = 0
         return h
@@ -280,10 +279,13 @@ class ZImage(FusedModel):
         split: list[_Mods] = [block.chunk(4, dim=1) for block in blocks]  # type: ignore[misc]
         refine, mods = split[:count], split[count:]
         n = torch.empty_like(h)
+        refiner, layers = self.noise_refiner(m.noise_refiner), self.layers(m.layers)
+        scratch = _scratch(h, [*refiner, *layers])  # one for both, or a graph would hold two
         then = (*_first(m.layers, mods), n[:, :wide]) if layout.uniform and mods else None
         if refine:
-            n_image = self.norm(image, *_first(m.noise_refiner, refine), _eps(m.noise_refiner))
-            self._chain(self.noise_refiner(m.noise_refiner), image, n_image, refine, layout.images, then)
+            room = n[:, :wide] if layout.uniform else None
+            n_image = self.norm(image, *_first(m.noise_refiner, refine), _eps(m.noise_refiner), out=room)
+            self._chain(refiner, image, n_image, scratch, refine, layout.images, then)
         if layout.uniform:
             h[:, wide:] = captions
         else:
@@ -295,7 +297,7 @@ class ZImage(FusedModel):
             rows = wide if self.plan.enabled("z_image.image_rows") else None
             if rows is not None:
                 self.counters.ran("z_image.image_rows")
-            self._chain(self.layers(m.layers), h, n, mods, layout.joint, None, residuals, rows)
+            self._chain(layers, h, n, scratch, mods, layout.joint, None, residuals, rows)
         return h[:, :wide]
 
     def _embed(self, x: Sequence[torch.Tensor], image: torch.Tensor, layout: Layout, embedder: Any) -> None:
@@ -316,6 +318,7 @@ class ZImage(FusedModel):
         blocks: list[Block],
         h: torch.Tensor,
         n: torch.Tensor,
+        scratch: torch.Tensor,
         mods: list[_Mods],
         table: Table,
         then: _Following | None = None,
@@ -325,18 +328,17 @@ class ZImage(FusedModel):
         """Blocks on the residual stream h, in place. n holds the first block's normed input and is overwritten; `then`
         is the norm that follows and where it goes; of the last block only the first `rows` rows are computed."""
         offloaded = offload_hook(self.module)
-        qkv = h.new_empty(*h.shape[:2], 3 * h.shape[2])
         for i, block in enumerate(blocks):
             last = i + 1 == len(blocks)
             stock = block.stock
             scale_mlp, gate_attention, gate_mlp = mods[i][2], mods[i][1], mods[i][3]
-            y = block.attend(n, qkv, table, offloaded, rows if last else None)
+            y = block.attend(n, scratch, table, offloaded, rows if last else None)
             if y.shape[1] < h.shape[1]:
                 h, n = h[:, : y.shape[1]], torch.empty_like(y)
             eps = stock.attention_norm2.eps
             inner = (stock.attention_norm2.weight, gate_attention, stock.ffn_norm1.weight, scale_mlp, eps)
             self.gate_norm(h, y, *inner, out=(h, n))
-            block.feed(n, y, offloaded)
+            block.feed(n, scratch, y, offloaded)
             following = then if last else (blocks[i + 1].stock.attention_norm1.weight, mods[i + 1][0], n)
             branch = (y, stock.ffn_norm2.weight, gate_mlp)
             extra = None if residuals is None else residuals.get(i)
@@ -370,6 +372,11 @@ class ZImage(FusedModel):
 
 def _first(blocks: Any, mods: list[_Mods] | None) -> _Norm:
     return blocks[0].attention_norm1.weight, None if mods is None else mods[0][0]
+
+
+def _scratch(h: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+    """Room for the products of any of these blocks on h [B, S, C]."""
+    return h.new_empty(h.shape[0] * h.shape[1] * max((block.scratch_width() for block in blocks), default=0))
 
 
 def _eps(blocks: Any) -> float:

@@ -46,6 +46,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "l2_bytes", lambda: 4096)
     monkeypatch.setattr(gpu, "allocated", lambda: 1_000_000)
     monkeypatch.setattr(gpu, "peaks", lambda: (3_000_000, 4_000_000))
+    monkeypatch.setattr(gpu, "idle_in_graphs", lambda: 0)
     for name in ("synchronize", "free", "reset_peaks"):
         monkeypatch.setattr(gpu, name, lambda: None)
     monkeypatch.setattr(kernels, "KernelCount", StepCount)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import errors, plans, step
+from benchmarks import errors, gpu, plans, step
 from benchmarks.__main__ import app
 from benchmarks.plans import Laid, SideBySide
 
@@ -157,7 +158,8 @@ def test_a_count_that_fails_keeps_the_times(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_memory_is_the_plans_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peak 3,000,000 of which 1,000,000 were there before, of which the plan owns its weights and arguments."""
+    """Peak 3,000,000 of which 1,000,000 were there before, of which the plan owns its weights and arguments; and what
+    its graphs hold, here 600."""
     owned: dict[str, int] = {}
     own_bytes = Laid.own_bytes
 
@@ -166,9 +168,11 @@ def test_memory_is_the_plans_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return owned[self.plan]
 
     monkeypatch.setattr(Laid, "own_bytes", note)
+    idle = itertools.cycle((100, 700))
+    monkeypatch.setattr(gpu, "idle_in_graphs", lambda: next(idle))
     data, _ = run(tmp_path, "--model", "z-image-turbo", "--size", "64x48", "--batch", "1")
     for row in data["rows"]:
         if row["plan"] in owned:
-            assert row["peak_bytes"] == 3_000_000 - (1_000_000 - owned[row["plan"]])
+            assert row["peak_bytes"] == 3_000_600 - (1_000_000 - owned[row["plan"]])
     assert copy.copy(owned).keys() == {"stock", "compile", "exact"}
     assert len(set(owned.values())) == 1

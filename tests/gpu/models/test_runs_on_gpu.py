@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gpu import freed
+from support.gpu import freed, peak_bytes
 from support.gpu_runs import (
     EAGER,
     HEIGHT,
@@ -64,6 +64,17 @@ def test_replays_give_the_bits_and_the_counts_of_eager_steps(shallow: Workload) 
     assert found.hits >= 26
     assert found.entries == 1
     assert found.bytes > 0
+
+
+def test_captured_steps_need_no_more_memory_than_stock(shallow: Workload) -> None:
+    handle = fusedit.accelerate(shallow.pipe)
+    picture(shallow, 1024, 1024)
+    fused = peak_bytes(lambda: picture(shallow, 1024, 1024))
+    assert graphs_of(handle).entries == 1
+    handle.restore()
+    freed()
+    picture(shallow, 1024, 1024)
+    assert fused <= peak_bytes(lambda: picture(shallow, 1024, 1024))
 
 
 def test_a_step_that_the_gpu_limits_runs_eagerly(shallow: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
