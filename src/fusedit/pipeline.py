@@ -20,6 +20,7 @@ from fusedit.plan import Plan
 from fusedit.report import CacheReport, Refusal, Report, SiteReport
 from fusedit.runtime.inspect_module import Difference, compiled_by, inner_reason, quantised_by
 from fusedit.runtime.install import foreign_forward
+from fusedit.runtime.methods import replaced_method
 from fusedit.session import Session
 
 if TYPE_CHECKING:
@@ -265,6 +266,9 @@ def _refusal(pipe: Any, module: nn.Module, model: type[FusedModel]) -> str | Non
     """Why this module cannot be served in this state, or None."""
     name = ".".join(model.path)
     owner = getattr(pipe, model.path[0])
+    replaced = replaced_method(model.stock_class())
+    if replaced is not None:  # asked first: a replacement may take other arguments, as another version may
+        return replaced
     if model.signature_now() != model.signature:
         import diffusers
 

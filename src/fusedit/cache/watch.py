@@ -20,7 +20,7 @@ from torch import nn
 
 from fusedit.cache.checksum import checksums
 from fusedit.runtime.form import STANDARD
-from fusedit.runtime.inspect_module import compiled_by, global_hook_reason, quantised_by
+from fusedit.runtime.inspect_module import compiled_by, global_reason, quantised_by
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 # Classes of torch that do the same in training mode: peft leaves it on in the layers it adds to a model in eval mode.
@@ -67,7 +67,7 @@ def examine(name: str, encoder: nn.Module, known: tuple[Any, ...] | None = None)
     """
     if torch.is_grad_enabled():
         return "gradients are on (call under torch.no_grad)"
-    hooked = global_hook_reason()
+    hooked = global_reason()
     if hooked is not None:
         return hooked
     try:

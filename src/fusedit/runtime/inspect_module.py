@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.parameter import Parameter
 
 from fusedit.runtime.form import FREE_CHILDREN, Form, plain
+from fusedit.runtime.methods import described
 
 # Container and leaf classes every fused model knows; a model adds the classes of its own blocks.
 _PLAIN: Final = frozenset(
@@ -27,18 +30,26 @@ _PLAIN: Final = frozenset(
     }
 )
 _PACKAGES: Final = ("torch", "diffusers")
-_WRAPPING: Final = frozenset({"forward", "_hf_hook", "_diffusers_hook"})
+# What every module has, and every look reads.
+_NEEDED: Final = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_HOOKS: Final = frozenset({"_hf_hook", "_diffusers_hook"})
+# What comparing settings raises where one is gone, a tensor or an array of several elements, or nothing to compare.
+_INCOMPARABLE: Final = (KeyError, RuntimeError, ValueError, TypeError)
 
 
 def _from_peft(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "peft"
 
 
-def global_hook_reason() -> str | None:
-    """Why no module may be bypassed at all: a hook that torch calls around every module's forward; or None."""
+def global_reason() -> str | None:
+    """Why no module may be bypassed at all, or None: a hook that torch calls around every module's forward, or another
+    attention for all."""
     hooks: Any = nn.modules.module
     if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
         return "a forward hook for all modules is set"
+    if type(functional.scaled_dot_product_attention) is not BuiltinFunctionType:  # as other attention libraries advise
+        by = described(functional.scaled_dot_product_attention)
+        return f"scaled_dot_product_attention was replaced by {by}"
     return None
 
 
@@ -61,16 +72,27 @@ def inner_reason(module: nn.Module, known: frozenset[str], form: Form) -> str | 
     Args:
         module: the module whose forward is fused.
         known: class names of the inner modules that the fused forward knows.
-        form: how its stock class builds it. A known class in another role, or with other settings, is a Difference.
+        form: how its stock class builds it. A known class in another role, or with other settings, is a Difference;
+            so is a method of a class that was replaced.
     """
-    reason = global_hook_reason()
-    if reason is not None or _as_stock(module, form):
+    reason = global_reason()
+    if reason is not None:
         return reason
-    return _first_reason(module, known, form)
+    replaced = None if form.methods is None else form.methods.reason()
+    if replaced is not None:
+        return Difference(replaced)
+    return None if _as_stock(module, form) else _first_reason(module, known, form)
 
 
 def _as_stock(module: nn.Module, form: Form) -> bool:
     """Whether `_first_reason` would surely find none: the same questions, without names, in less time."""
+    try:
+        return _alike(module, form)
+    except KeyError:  # one of _NEEDED is gone
+        return False
+
+
+def _alike(module: nn.Module, form: Form) -> bool:
     stack: list[tuple[Any, Form]] = [(module, form)]
     while stack:
         child, role = stack.pop()
@@ -80,16 +102,16 @@ def _as_stock(module: nn.Module, form: Form) -> bool:
             if not _from_peft(child) or _wrapped_otherwise("", child, role) is not None:
                 return False
             continue
-        if child is not module and (
-            space["_forward_hooks"] or space["_forward_pre_hooks"] or not _WRAPPING.isdisjoint(space)
-        ):
+        if not space.keys().isdisjoint(role.shadows):  # this way round it goes through the fewer names
+            return False
+        if child is not module and (space["_forward_hooks"] or space["_forward_pre_hooks"]):
             return False
         try:
             if role.read is not None and role.read(space) != role.values:
                 return False
-        except (KeyError, RuntimeError):  # gone, or a tensor of several elements
+        except _INCOMPARABLE:
             return False
-        if kind is nn.Dropout and space["training"] and space["p"] > 0:
+        if kind is nn.Dropout and _drops(space):
             return False
         count = len(role.parameters)
         for key, parameter in space["_parameters"].items():
@@ -120,24 +142,50 @@ def _as_stock(module: nn.Module, form: Form) -> bool:
 
 def _first_reason(module: nn.Module, known: frozenset[str], form: Form) -> str | None:
     stack: _Stack = []
-    reason = _built_otherwise("", module.__dict__, form) or _push(stack, "", module, form)
+    space = module.__dict__
+    reason = (
+        _incomplete("", space)
+        or _shadowed("", space, form)
+        or _built_otherwise("", space, form)
+        or _push(stack, "", module, form)
+    )
     while stack and reason is None:
         name, child, role = stack.pop()
+        space = child.__dict__
         if role is None or type(child) is not role.kind:
             reason = (
                 _wrapped_otherwise(name, child, role) if _from_peft(child) else _other_class(name, child, role, known)
             )
             continue
-        space = child.__dict__
         reason = (
-            _attached(name, space)
+            _incomplete(name, space)
+            or _attached(name, space)
+            or _shadowed(name, space, role)
             or _built_otherwise(name, space, role)
             or ((space["_modules"] or role.children) and _push(stack, name + ".", child, role))
             or None
         )
-        if reason is None and role.kind is nn.Dropout and space["training"] and space["p"] > 0:
+        if reason is None and role.kind is nn.Dropout and _drops(space):
             reason = f"inner module {name!r} drops values in training mode"
     return reason
+
+
+def _drops(space: dict[str, Any]) -> bool:
+    p = space.get("p")
+    return bool(space.get("training", True)) and not (plain(p) and p == 0)
+
+
+def _incomplete(name: str, space: dict[str, Any]) -> Difference | None:
+    gone = next((key for key in _NEEDED if key not in space), None)
+    return None if gone is None else Difference(f"{_called(name)} has no {gone}, which every module has")
+
+
+def _shadowed(name: str, space: dict[str, Any], role: Form) -> str | None:
+    """Which method of module `name`, whose `__dict__` is `space`, was replaced on this module alone."""
+    for key in space:
+        if key in role.shadows and key not in _HOOKS:
+            return f"{key} of {_called(name)}, a {_kind(role.kind)}, was replaced by {described(space[key])}"
+    return None
 
 
 def _attached(name: str, space: dict[str, Any]) -> str | None:
@@ -168,7 +216,7 @@ def _built_otherwise(name: str, space: dict[str, Any], form: Form) -> str | None
         try:
             if form.read(space) == form.values:
                 return None
-        except (KeyError, RuntimeError):  # gone, or a tensor of several elements
+        except _INCOMPARABLE:
             pass
         return _other_setting(name, space, form)
     return None
@@ -201,8 +249,11 @@ def _push(stack: _Stack, prefix: str, module: nn.Module, form: Form) -> str | No
 
 def _wrapped_otherwise(name: str, layer: Any, role: Form | None) -> str | None:
     """The difference of what a LoRA layer wraps from the stock layer in its place."""
-    while _from_peft(layer) and isinstance(layer._modules.get("base_layer"), nn.Module):
+    while _from_peft(layer) and isinstance(layer.__dict__.get("_modules", {}).get("base_layer"), nn.Module):
         layer = layer._modules["base_layer"]
+    incomplete = _incomplete(name, layer.__dict__)
+    if incomplete is not None:
+        return incomplete
     if role is None or type(layer) is not role.kind:
         return _difference_of_class(name, layer, role)
     if role.kind not in (nn.Linear, nn.Conv2d):  # read, not called: what is wrapped around it would be passed by
@@ -212,9 +263,9 @@ def _wrapped_otherwise(name: str, layer: Any, role: Form | None) -> str | None:
 
 def _other_class(name: str, module: Any, role: Form | None, known: frozenset[str]) -> str:
     kind = type(module)
-    attached = _attached(name, module.__dict__)
-    if attached is not None:
-        return attached
+    reason = _incomplete(name, module.__dict__) or _attached(name, module.__dict__)
+    if reason is not None:
+        return reason
     expected = kind.__name__ in known or kind.__name__ in _PLAIN
     if not expected or kind.__module__.partition(".")[0] not in _PACKAGES:
         return f"inner module {name!r} is a {_kind(kind)}, unknown to the fused forward"

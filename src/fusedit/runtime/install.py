@@ -72,13 +72,17 @@ class FusedForward:
     """Callable that stands where the stock forward of one module stood; copies and pickles as the stock forward."""
 
     # Slots, no __dict__: functools.update_wrapper, which hook libraries use, would copy the latter into theirs.
-    __slots__ = ("__weakref__", "module", "sessions", "stock")
+    __slots__ = ("__weakref__", "module", "sessions")
     __name__ = "forward"
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.stock = _stock_forward(module)
         self.sessions: weakref.WeakKeyDictionary[DiffusionPipeline, Session] = weakref.WeakKeyDictionary()
+
+    @property
+    def stock(self) -> MethodType:
+        """The forward that the class has at this moment: it may have been given another one since."""
+        return _stock_forward(self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -15,12 +16,21 @@ from fusedit.models.flux import Flux
 from fusedit.models.z_image import ZImage
 from fusedit.runtime import inspect_module
 from fusedit.runtime.form import STANDARD
+from fusedit.runtime.inspect_module import Difference
+from fusedit.runtime.methods import methods_of
 
 MODELS = {"flux": Flux, "z_image": ZImage, "vae": AutoencoderKL}
 
 
 class _OtherParameter(nn.Parameter):
     pass
+
+
+class _Incomparable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(other)
 
 
 class _Registry:
@@ -56,6 +66,12 @@ def changes(module: nn.Module) -> Iterator[tuple[str, Callable[[nn.Module], Any]
     yield "accelerate hook", _setting("_hf_hook", object())
     yield "diffusers hook", _setting("_diffusers_hook", _Registry(object()))
     yield "no diffusers hook", _setting("_diffusers_hook", _Registry())
+    yield "own call", _setting("_call_impl", lambda *_: None)
+    for name in methods_of(type(module)):
+        yield f"own {name}", _setting(name, lambda *_: None)
+    yield "own way to start anew", _setting("reset_parameters", lambda: None)
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_parameters", "_modules"):
+        yield f"{name} gone", _gone(name)
     yield "new parameter", lambda m: m.register_parameter("other", nn.Parameter(torch.ones(2)))
     yield "no new parameter", lambda m: m.register_parameter("other", None)
     yield "child", _child("other", nn.Linear(2, 2))
@@ -72,9 +88,12 @@ def changes(module: nn.Module) -> Iterator[tuple[str, Callable[[nn.Module], Any]
             continue
         yield f"{name} gone", _gone(name)
         yield f"{name} a tensor", _setting(name, torch.ones(2))
+        yield f"{name} an array", _setting(name, numpy.ones(2))
+        yield f"{name} not to be compared", _setting(name, _Incomparable())
         if type(value) in (int, float):
             yield f"{name} + 1", _setting(name, value + 1)
             yield f"{name} as a tensor", _setting(name, torch.tensor(value))
+            yield f"{name} as an array", _setting(name, numpy.asarray(value))
     for name, child in module._modules.items():
         if child is not None:
             yield f"no {name}", _child(name, None)
@@ -138,7 +157,12 @@ def test_what_a_lora_layer_wraps_is_seen_by_both(layer: str) -> None:
     assert wrapped
     for module in wrapped:
         base = module.base_layer
-        for change in (lambda m: m._parameters.update(bias=None), lambda m: m.register_forward_hook(lambda *_: None)):
+        for change in (
+            lambda m: m._parameters.update(bias=None),
+            lambda m: m.register_forward_hook(lambda *_: None),
+            _gone("_parameters"),
+            _setting("forward", lambda *_: None),
+        ):
             module.base_layer = copy.deepcopy(base)
             change(module.base_layer)
             quick, reason = looks(Flux, whole, form)
@@ -148,3 +172,38 @@ def test_what_a_lora_layer_wraps_is_seen_by_both(layer: str) -> None:
         assert (quick, reason is None) == (False, False)
         module.base_layer = base
     assert looks(Flux, whole, form) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        (
+            "layers.1.feed_forward",
+            _setting("_forward_silu_gating", lambda *_: None),
+            ("_forward_silu_gating", __name__),
+        ),
+        ("layers.1.feed_forward", _setting("_call_impl", object()), ("_call_impl", "replaced by a object")),
+        ("", _setting("patchify_and_embed", lambda *_: None), ("patchify_and_embed", "the module", __name__)),
+        ("layers.0.ffn_norm1", _gone("_forward_hooks"), ("layers.0.ffn_norm1'", "no _forward_hooks")),
+        ("layers.0.ffn_norm1", _setting("eps", numpy.ones(2)), ("eps of", "a ndarray", "1e-05")),
+    ],
+    ids=["method", "call", "root", "no-hooks", "array"],
+)
+def test_the_words_for_what_was_set_on_one_module(
+    path: str, change: Callable[[nn.Module], None], words: tuple[str, ...]
+) -> None:
+    whole = ZImage.tiny()
+    form = ZImage.form_of(whole)
+    change(whole.get_submodule(path))
+    quick, reason = looks(ZImage, whole, form)
+    assert not quick
+    assert reason is not None
+    assert all(word in reason for word in words), reason
+
+
+def test_a_setting_that_cannot_be_compared_is_a_difference() -> None:
+    whole: Any = Flux.tiny()
+    for value in (numpy.ones(2), torch.ones(2), _Incomparable()):
+        whole.transformer_blocks[0].norm1.norm.eps = value
+        reason = inspect_module.inner_reason(whole, Flux.known, Flux.form_of(whole))
+        assert isinstance(reason, Difference), reason
