@@ -14,6 +14,7 @@ from fusedit.runtime.counters import Counters
 from fusedit.runtime.hoist import Run
 from fusedit.runtime.inspect_module import inner_reason
 from fusedit.runtime.install import FusedForward, find, install, uninstall
+from fusedit.runtime.linear import unpack
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -63,6 +64,7 @@ class Session:
         if not fused.sessions:
             uninstall(fused)
             self.unpack()
+            unpack(self.module.parameters())  # what a session that left before has packed
 
     def unpack(self) -> None:
         """Give packed parameters their own storage again; a later call packs them once more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from diffusers import FluxImg2ImgPipeline, FluxPipeline
 from support.pipes import flux_call, flux_inputs, flux_pipe, parameters_of, relative
+from support.runs import FLUX, Z_IMAGE
+from torch import nn
 
 import fusedit
 from fusedit.errors import PlanError, UnsupportedPipelineError
@@ -575,3 +578,39 @@ def test_nothing_global_is_patched() -> None:
     flux_call(pipe)
     assert F.scaled_dot_product_attention is sdpa
     assert type(pipe.transformer).forward is forward
+
+
+def test_restored_first_or_last_the_weights_are_unpacked_and_nothing_holds_them() -> None:
+    pipe, other = flux_pipe(), flux_pipe()
+    other.register_modules(transformer=pipe.transformer)
+    before = parameters_of(pipe)
+    a, b = fusedit.accelerate(pipe), fusedit.accelerate(other)
+    flux_call(pipe)
+    a.restore()
+    b.restore()  # which never drew
+    assert same_parameters(pipe, before)
+    del a, b
+    gc.collect()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # refuses tensors that are held weakly
+    try:
+        pipe.transformer.to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("kind", [FLUX, Z_IMAGE], ids=repr)
+def test_narrowed_layers_whose_sizes_are_only_those_of_their_weights(kind: Any) -> None:
+    pipe = kind.pipe()
+    for block in (*getattr(pipe.transformer, "layers", ()), *getattr(pipe.transformer, "transformer_blocks", ())):
+        ff = getattr(block, "feed_forward", None)
+        first, last = ((ff.w1, ff.w3), ff.w2) if ff is not None else ((block.ff.net[0].proj,), block.ff.net[2])
+        half = len(first[0].weight) // 2
+        for layer in first:
+            layer.weight = nn.Parameter(layer.weight[:half].clone())
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(layer.bias[:half].clone())
+        last.weight = nn.Parameter(last.weight[:, :half].clone())
+    stock = kind.call(pipe)
+    handle = fusedit.accelerate(pipe)
+    assert relative(kind.call(pipe), stock) < CLOSE
+    assert any(site.fused for site in handle.report().rewritten if site.site.startswith(kind.name))

@@ -61,9 +61,10 @@ def _three(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def width_of(block: Any) -> int:
     """Numbers a token that the products of a block need at once."""
-    inner, ff = block.attn.inner_dim, getattr(block, "ff", None)
-    width: int = 3 * inner + block.mlp_hidden_dim if ff is None else max(3 * inner, ff.net[0].proj.out_features)
-    return width
+    inner: int = 3 * block.attn.inner_dim
+    if not hasattr(block, "ff"):
+        return inner + len(block.proj_mlp.weight)
+    return max(inner, *(len(ff.net[0].proj.weight) for ff in (block.ff, block.ff_context)))
 
 
 def eps(norm: Any, x: torch.Tensor) -> float:

@@ -37,7 +37,7 @@ class Block:
     ) -> torch.Tensor:
         """n [B, S, C] -> attention's output [B, rows or S, C]."""
         attn, model = self.stock.attention, self.model
-        qkv = scratch_part(scratch, n, 3 * attn.to_q.out_features)
+        qkv = scratch_part(scratch, n, 3 * len(attn.to_q.weight))
         packed = self.qkv(n, out=qkv, offloaded=offloaded).view(*n.shape[:2], 3, attn.heads, -1)
         q, k, v = packed.unbind(2)
         norms = (attn.norm_q.weight, attn.norm_k.weight)
@@ -61,10 +61,8 @@ class Block:
 
     def hidden(self) -> int:
         """F, the inner width of the feed-forward layer."""
-        width: int = self.stock.feed_forward.w1.out_features
-        return width
+        return len(self.stock.feed_forward.w1.weight)
 
     def scratch_width(self) -> int:
         """Columns that q, k and v, and later both inputs of the gate, take of each token."""
-        qkv: int = 3 * self.stock.attention.to_q.out_features
-        return max(qkv, 2 * self.hidden())
+        return max(3 * len(self.stock.attention.to_q.weight), 2 * self.hidden())

@@ -351,7 +351,7 @@ class Flux(FusedModel):
 
     def _activated(self, layer: Any, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """gelu(layer(x)), in scratch; x [B, S, K]."""
-        u = scratch_part(scratch, x, layer.out_features)
+        u = scratch_part(scratch, x, len(layer.weight))
         if type(layer) is nn.Linear and layer.bias is not None:
             return self.linear_gelu(x, layer.weight, layer.bias, out=u)  # type: ignore[no-any-return]
         return self.gelu(linear(layer, x, out=u), out=u)  # type: ignore[no-any-return]

@@ -108,7 +108,7 @@ class ZImage(FusedModel):
 
     def rare(self, x: torch.Tensor) -> None:
         m: Any = self.module
-        wide = x.new_zeros(1, 1, m.layers[0].feed_forward.w1.out_features if m.layers else m.dim)
+        wide = x.new_zeros(1, 1, len(m.layers[0].feed_forward.w1.weight) if m.layers else m.dim)
         ops.swiglu(wide, wide, out=wide)  # with a LoRA on the feed-forward layer, and where tiles do not fill the chip
         ops.linear_swiglu(x.new_zeros(1, 1, 64), x.new_zeros(256, 64))  # where they do: the op compiles both its ways
 

@@ -72,17 +72,19 @@ class FusedForward:
     """Callable that stands where the stock forward of one module stood; copies and pickles as the stock forward."""
 
     # Slots, no __dict__: functools.update_wrapper, which hook libraries use, would copy the latter into theirs.
-    __slots__ = ("__weakref__", "module", "sessions")
+    __slots__ = ("__weakref__", "bound", "module", "sessions", "wrapped")
     __name__ = "forward"
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.bound = _stock_forward(module)
+        self.wrapped = False  # whether a hook held the bound one
         self.sessions: weakref.WeakKeyDictionary[DiffusionPipeline, Session] = weakref.WeakKeyDictionary()
 
     @property
     def stock(self) -> MethodType:
-        """The forward that the class has at this moment: it may have been given another one since."""
-        return _stock_forward(self.module)
+        """What would run without this: the class's forward of this moment, or the one that a hook had bound."""
+        return self.bound if self.wrapped else _stock_forward(self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -174,12 +176,11 @@ def install(module: nn.Module) -> FusedForward:
     if existing is not None:
         return existing
     fused = FusedForward(module)
-    wrapped = False
     for holder, name in _places(module):
         if _is_stock(getattr(holder, name), module):
             setattr(holder, name, fused)
-            wrapped = True
-    if not wrapped:
+            fused.wrapped = True
+    if not fused.wrapped:
         module.forward = fused
     module.__dict__["__reduce_ex__"] = _StockReduce(fused)
     return fused
@@ -194,4 +195,4 @@ def uninstall(fused: FusedForward) -> None:
             if holder is module and name == "forward":
                 del module.__dict__["forward"]
             else:
-                setattr(holder, name, fused.stock)
+                setattr(holder, name, fused.bound)

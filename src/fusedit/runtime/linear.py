@@ -6,7 +6,7 @@ A packed group is one storage of which the stock parameters are views, so packin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from threading import RLock
@@ -42,6 +42,16 @@ _MOVING: Final = RLock()  # a collected pipeline may let go of its modules right
 def _is_packed(t: torch.Tensor) -> bool:
     """Whether t still lies where a group has put it."""
     return t in _HOMES and bool(_HOMES[t] == _storage(t))
+
+
+def unpack(parameters: Iterable[torch.Tensor]) -> None:
+    """Give those that lie in a packed storage their former or an own one again."""
+    with _MOVING:
+        for tensor in parameters:
+            if _is_packed(tensor):
+                with torch.inference_mode(False):
+                    former.give_back(tensor)
+            _HOMES.pop(tensor, None)  # type: ignore[no-untyped-call]
 
 
 class Part:
@@ -98,7 +108,7 @@ class PackedLinear:
     def separate(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The same result layer by layer, whatever the layers are."""
         layers = self.layers()
-        widths = [layer.out_features for layer in layers]
+        widths = [len(layer.weight) for layer in layers]
         y = x.new_empty((*x.shape[:-1], sum(widths))) if out is None else out
         for layer, part in zip(layers, torch.split(y, widths, dim=-1), strict=True):
             part.copy_(linear(layer, x))
@@ -160,12 +170,8 @@ class PackedLinear:
     def unpack(self) -> None:
         """Give each parameter its former or an own storage again; what was never packed keeps the one it came with."""
         self._packed = None
-        with _MOVING:
-            for tensor in (*self._seen, *self._within_reach()):
-                if _is_packed(tensor):
-                    with torch.inference_mode(False):
-                        former.give_back(tensor)
-            self._seen.clear()
+        unpack((*self._seen, *self._within_reach()))
+        self._seen.clear()
 
     def _within_reach(self) -> Iterator[torch.Tensor]:
         """The parameters of the layers as they are now, of those that are there: another group may have packed them."""

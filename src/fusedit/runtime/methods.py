@@ -17,6 +17,9 @@ from torch import nn
 # Where classes begin whose methods (moving, loading, saving) are no arithmetic of a model.
 _BASES: Final = ("builtins.object", "torch.nn.modules.module.Module", "diffusers.models.modeling_utils.ModelMixin")
 
+_COMPILED: Final = "_compiled_call_impl"
+"""What `__call__` of a module runs instead, where it is not None: no class has one."""
+
 
 def _functions(value: Any) -> Iterator[FunctionType]:
     """The functions in what stands for a method, from the outermost decorator in."""
@@ -63,7 +66,7 @@ def methods_of(kind: type) -> list[str]:
         for name, value in vars(base).items()
         if any(_functions(value)) or (callable(value) and not isinstance(value, type))
     }
-    names = ["__call__", *own & {"forward"}]
+    names = ["__call__", *own & {"forward"}, *(("_call_impl",) if issubclass(kind, nn.Module) else ())]
     for name in names:  # it grows by what each of them calls
         for function in _functions(_find(kind, name)[1]):
             names += sorted(own.intersection(_names_in(function.__code__)).difference(names))
@@ -135,7 +138,9 @@ class Methods:
             reason = replaced_method(kind, names)
             if reason is not None:
                 return reason
-            watched += [(kind, name) for name in names]
+            if getattr(kind, _COMPILED, None) is not None:
+                return _words(kind, _COMPILED)
+            watched += [(kind, name) for name in (*names, _COMPILED) if name != _COMPILED or hasattr(kind, name)]
         holder = SimpleNamespace(**{f"kind{i}": kind for i, kind in enumerate(self._kinds)})
         read = attrgetter(*(f"kind{self._kinds.index(kind)}.{name}" for kind, name in watched))
         self._watched, self._found, self._read = watched, read(holder), lambda: read(holder)

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers import FluxTransformer2DModel, ZImageTransformer2DModel
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from diffusers.models.autoencoders.vae import Decoder
@@ -57,6 +58,8 @@ PATCHES = [
     Patch(FLUX, TimestepEmbedding, "forward"),
     Patch(FLUX, nn.Linear, "forward"),
     Patch(FLUX, nn.Module, "_call_impl"),
+    Patch(FLUX, _flux.FluxTransformerBlock, "_call_impl"),
+    Patch(Z_IMAGE, nn.Linear, "_call_impl"),
     Patch(Z_IMAGE, ZImageTransformer2DModel, "forward"),
     Patch(Z_IMAGE, ZImageTransformer2DModel, "patchify_and_embed"),
     Patch(Z_IMAGE, _z_image.ZImageTransformerBlock, "forward"),
@@ -291,10 +294,11 @@ def test_a_method_that_was_taken_away_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_methods_are_those_that_a_call_may_run() -> None:
-    assert methods_of(nn.Linear) == ["__call__", "forward"]
-    assert methods_of(nn.Conv2d) == ["__call__", "forward", "_conv_forward"]
-    assert methods_of(nn.ModuleList) == ["__call__"]
-    assert set(methods_of(_z_image.FeedForward)) == {"__call__", "forward", "_forward_silu_gating"}
+    assert methods_of(nn.Linear) == ["__call__", "forward", "_call_impl"]
+    assert methods_of(nn.Conv2d) == ["__call__", "forward", "_call_impl", "_conv_forward"]
+    assert methods_of(nn.ModuleList) == ["__call__", "_call_impl"]
+    assert methods_of(_flux.FluxAttnProcessor) == ["__call__"]
+    assert set(methods_of(_z_image.FeedForward)) == {"__call__", "forward", "_call_impl", "_forward_silu_gating"}
     assert {"patchify_and_embed", "_patchify_image", "unpatchify"} < set(methods_of(ZImageTransformer2DModel))
     assert not {"__init__", "to", "dtype"} & set(methods_of(ZImageTransformer2DModel))
 
@@ -325,3 +329,32 @@ def test_a_pipeline_that_shares_the_module_runs_the_class_s_forward_of_this_mome
         calls = put(monkeypatch, Patch(FLUX, FluxTransformer2DModel, "forward"))
         FLUX.call(other)
         assert calls
+
+
+def test_a_compiled_call_of_a_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = FLUX.pipe()
+    handle = fusedit.accelerate(pipe)
+    FLUX.call(pipe)
+    before, calls = fused(handle), []
+    block = _flux.FluxTransformerBlock
+    monkeypatch.setattr(block, "_compiled_call_impl", counting(nn.Module._call_impl, calls))
+    FLUX.call(pipe)
+    assert calls
+    assert fused(handle) == before
+    assert reasons(handle) == {f"FluxTransformerBlock._compiled_call_impl was replaced by a function of {__name__}"}
+
+
+def test_a_patch_during_restore_does_not_stay_inside_a_hook() -> None:
+    pipe = FLUX.pipe()
+    add_hook_to_module(pipe.transformer, ModelHook())
+    handle = fusedit.accelerate(pipe)
+    drawn = FLUX.call(pipe)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        calls = put(monkeypatch, Patch(FLUX, FluxTransformer2DModel, "forward"))
+        FLUX.call(pipe)  # as in stock, the hook has bound the one before
+        handle.restore()
+    assert calls == []
+    FLUX.call(pipe)
+    remove_hook_from_module(pipe.transformer)
+    assert torch.allclose(FLUX.call(pipe), drawn, atol=1e-4)
+    assert calls == []
