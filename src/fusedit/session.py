@@ -64,11 +64,11 @@ class Session:
         if not fused.sessions:
             uninstall(fused)
             self.unpack()
-            unpack(self.module.parameters())  # what a session that left before has packed
 
     def unpack(self) -> None:
         """Give packed parameters their own storage again; a later call packs them once more."""
         self.model.unpack()
+        unpack(self.module.parameters())  # what a session that left before has packed
 
     def called_by_other(self, name: str) -> None:
         self.counters.all_fell_back(self._names(), f"called by a {name} that shares this module and is not accelerated")

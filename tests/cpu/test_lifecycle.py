@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import FluxImg2ImgPipeline, FluxPipeline
 from support.pipes import flux_call, flux_inputs, flux_pipe, parameters_of, relative
-from support.runs import FLUX, Z_IMAGE
+from support.runs import FLUX, Z_IMAGE, reasons
 from torch import nn
 
 import fusedit
@@ -24,10 +24,6 @@ CLOSE = 2e-5  # fp32, three steps: stock and fused differ in rounding order only
 
 def fused_calls(handle: fusedit.Handle) -> int:
     return sum(site.fused for site in handle.report().rewritten if site.site.startswith("flux."))
-
-
-def stock_reasons(handle: fusedit.Handle) -> set[str]:
-    return {reason for site in handle.report().rewritten for reason in site.reasons}
 
 
 def same_parameters(pipe: Any, before: dict[str, Any]) -> bool:
@@ -102,7 +98,7 @@ def test_a_pipeline_that_shares_the_transformer_stays_stock() -> None:
     count = fused_calls(handle)
     assert torch.equal(flux_call(other), stock)
     assert fused_calls(handle) == count
-    assert any("shares this module" in reason for reason in stock_reasons(handle))
+    assert any("shares this module" in reason for reason in reasons(handle))
 
 
 def test_two_accelerated_pipelines_share_one_transformer_until_the_last_restores() -> None:
@@ -303,7 +299,7 @@ def test_offload_and_accelerate_in_every_order(kind: str, order: tuple[str, ...]
         result = flux_call(pipe)
         if active:
             assert handle is not None
-            assert fused_calls(handle) > count, f"after {action}: stock ran: {stock_reasons(handle)}"
+            assert fused_calls(handle) > count, f"after {action}: stock ran: {reasons(handle)}"
             assert relative(result, stock) < CLOSE
         else:
             assert handle is None or fused_calls(handle) == count, f"after {action}: the fused forward came back"
@@ -325,7 +321,7 @@ def test_group_offload_runs_stock_and_counts_it(accelerate_first: bool) -> None:
     )
     handle = handle or fusedit.accelerate(pipe)
     assert torch.equal(flux_call(pipe), stock)
-    assert any("hook" in reason or "wrapped" in reason for reason in stock_reasons(handle))
+    assert any("hook" in reason or "wrapped" in reason for reason in reasons(handle))
     handle.restore()
     assert torch.equal(flux_call(pipe), stock)
 
@@ -337,7 +333,7 @@ def test_offloaded_weights_are_not_packed() -> None:
     handle = fusedit.accelerate(pipe)
     flux_call(pipe)
     assert same_parameters(pipe, before)
-    assert any("offload" in reason for reason in stock_reasons(handle))
+    assert any("offload" in reason for reason in reasons(handle))
 
 
 def _reasons_for_packing(pipe: Any) -> set[str]:
@@ -424,7 +420,7 @@ def test_gradients_go_through_stock_and_say_so() -> None:
     y.sum().backward()
     assert pipe.transformer.x_embedder.weight.grad is not None
     assert fused_calls(handle) == 0
-    assert any("gradients" in reason for reason in stock_reasons(handle))
+    assert any("gradients" in reason for reason in reasons(handle))
     with torch.no_grad():
         fused = pipe.transformer(**arguments)[0]
     assert fused_calls(handle) > 0
@@ -456,7 +452,7 @@ def test_inner_hooks_training_and_autocast_go_through_stock() -> None:
     hook = pipe.transformer.transformer_blocks[1].ff.register_forward_hook(lambda *_: seen.append(1))
     flux_call(pipe)
     assert seen
-    assert any("forward hook" in reason for reason in stock_reasons(handle))
+    assert any("forward hook" in reason for reason in reasons(handle))
     assert fused_calls(handle) == 0
     hook.remove()
     flux_call(pipe)

@@ -172,3 +172,13 @@ def _controlnet(model: Any, config: Any) -> Any:
 
 def picture(width: int = 64, height: int = 48, **where: Any) -> torch.Tensor:
     return torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(0)).to(**where)
+
+
+def fused(handle: fusedit.Handle) -> int:
+    """How often any site ran fused."""
+    return sum(site.fused for site in handle.report().rewritten)
+
+
+def reasons(handle: fusedit.Handle) -> set[str]:
+    """Why any site ran stock."""
+    return {reason for site in handle.report().rewritten for reason in site.reasons}

@@ -93,7 +93,7 @@ def replaced_method(kind: type, names: list[str] | None = None) -> str | None:
     for name in methods_of(kind) if names is None else names:
         if not _written_there(kind, name):
             return _words(kind, name)
-    return None
+    return None if getattr(kind, _COMPILED, None) is None else _words(kind, _COMPILED)
 
 
 def _words(kind: type, name: str) -> str:
@@ -134,13 +134,13 @@ class Methods:
     def _first_look(self) -> str | None:
         watched = []
         for kind in self._kinds:
-            names = ["__call__", "_call_impl"] if kind is nn.Module else methods_of(kind)
+            names = methods_of(kind)
             reason = replaced_method(kind, names)
             if reason is not None:
                 return reason
-            if getattr(kind, _COMPILED, None) is not None:
-                return _words(kind, _COMPILED)
-            watched += [(kind, name) for name in (*names, _COMPILED) if name != _COMPILED or hasattr(kind, name)]
+            watched += [(kind, name) for name in names]
+            if hasattr(kind, _COMPILED):  # a module, not an attention processor
+                watched.append((kind, _COMPILED))
         holder = SimpleNamespace(**{f"kind{i}": kind for i, kind in enumerate(self._kinds)})
         read = attrgetter(*(f"kind{self._kinds.index(kind)}.{name}" for kind, name in watched))
         self._watched, self._found, self._read = watched, read(holder), lambda: read(holder)

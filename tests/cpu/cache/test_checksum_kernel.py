@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scripts import run_script
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-def run_here(script: str, **environment: str) -> dict[str, Any]:
-    """Runs a script of this folder and reads the JSON that it prints last."""
-    path = os.pathsep.join(filter(None, (str(HERE.parents[2] / "src"), os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run([sys.executable, str(HERE / script)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    return run_here("run_checksum_interpreted.py", TRITON_INTERPRET="1")
+    return run_script(HERE / "run_checksum_interpreted.py", TRITON_INTERPRET="1")
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_here("run_checksum_compiled.py", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+    return run_script(HERE / "run_checksum_compiled.py", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
 
 
 CASES = (

@@ -11,7 +11,7 @@ import torch
 from diffusers import FluxTransformer2DModel, ZImageTransformer2DModel
 from diffusers.models.autoencoders.vae import Decoder
 from diffusers.models.normalization import RMSNorm
-from support.runs import FLUX, KINDS, Z_IMAGE, Kind
+from support.runs import FLUX, KINDS, Z_IMAGE, Kind, fused, reasons
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -98,14 +98,6 @@ def outcome(kind: Kind, pipe: Any) -> torch.Tensor | str:
 
 def same(a: torch.Tensor | str, b: torch.Tensor | str) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
-
-
-def reasons(handle: fusedit.Handle) -> set[str]:
-    return {reason for site in handle.report().rewritten for reason in site.reasons}
-
-
-def fused(handle: fusedit.Handle) -> int:
-    return sum(site.fused for site in handle.report().rewritten)
 
 
 @pytest.mark.parametrize(("kind", "change", "words"), CHANGES)

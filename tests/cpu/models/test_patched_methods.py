@@ -22,7 +22,7 @@ from diffusers.models.transformers import transformer_flux, transformer_z_image
 from diffusers.models.unets.unet_2d_blocks import UpDecoderBlock2D
 from diffusers.models.upsampling import Upsample2D
 from support.pipes import tiny_vae
-from support.runs import FLUX, KINDS, Z_IMAGE, Kind
+from support.runs import FLUX, KINDS, Z_IMAGE, Kind, fused, reasons
 from torch import nn
 from torch.nn import functional
 
@@ -70,14 +70,6 @@ PATCHES = [
     Patch(Z_IMAGE, nn.Module, "__call__"),
 ]
 each_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.owner.__name__}.{patch.name}")
-
-
-def fused(handle: fusedit.Handle) -> int:
-    return sum(site.fused for site in handle.report().rewritten)
-
-
-def reasons(handle: fusedit.Handle) -> set[str]:
-    return {reason for site in handle.report().rewritten for reason in site.reasons}
 
 
 def counting(stock: Callable[..., Any], calls: list[None]) -> Any:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.scripts import run_script
 
 pytest.importorskip("triton")
 from support.training_kernels import CASES, Case, norm, results
@@ -17,15 +14,7 @@ from support.training_kernels import CASES, Case, norm, results
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, list[str]]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_script(Path(__file__).with_name("run_interpreted.py"), TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
