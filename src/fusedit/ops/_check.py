@@ -103,12 +103,13 @@ KINDS: Final[Mapping[str, tuple[Any, str]]] = {
     "float": (float | int | torch.SymFloat | torch.SymInt, "a number"),
     "int": (numbers.Integral | torch.SymInt, "a whole number"),
     "bool": (bool | torch.SymBool, "True or False"),
+    "str": (str, "a name"),
 }
 """Types in the language of torch.library: what is taken, and how it is called."""
 
 
 def kind(op: str, name: str, value: Any, wanted: str) -> None:
-    """`value` is a float, int or bool (a key of KINDS); a bool is no number."""
+    """`value` is a float, int, bool or name (a key of KINDS); a bool is no number."""
     known, words = KINDS[wanted]
     if not isinstance(value, known) or (isinstance(value, bool) and wanted != "bool"):
         real = wanted == "float" and isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -21,7 +21,13 @@ _SCHEMA: Final[Mapping[Any, str]] = {
     float | None: "float?",
     int: "int",
     bool: "bool",
+    str: "str",
 }
+
+
+def _literal(value: Any) -> str:
+    """A default as the language of torch.library writes it."""
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 class Signature:
@@ -43,7 +49,7 @@ class Signature:
         self.first = parameters[0].name
         self.outputs = 1 if hints["return"] is Tensor else len(hints["return"].__args__)
         self.kinds = {p.name: _SCHEMA[hints[p.name]] for p in parameters}
-        given = {p.name: "" if p.default is inspect.Parameter.empty else f"={p.default!r}" for p in parameters}
+        given = {p.name: "" if p.default is inspect.Parameter.empty else f"={_literal(p.default)}" for p in parameters}
         self.declared = ", ".join(f"{kind} {name}{given[name]}" for name, kind in self.kinds.items())
         self._takes = ", ".join([name + default for name, default in given.items()] + ["*", "out=None"])
         self._without_out = whole.replace(parameters=parameters)

@@ -1,0 +1,122 @@
+"""What the convolutions share: their arguments, the definition of right, the epilogue, and the shapes of a VAE.
+
+    y[n,k,h,w] = act(bias[k] + sum_{c,r,s} x[n, c, h + r - R//2, w + s - R//2] weight[k,c,r,s]) + residual[n,k,h,w]
+
+N pictures, C input and K output channels, H, W pixels, R x R taps (1 or 3); x counts as 0 outside of the picture.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fusedit.errors import OpError
+from fusedit.ops import _check
+from fusedit.ops._op import Cost, wide
+from fusedit.ops._triton import kernel, tl
+
+Tensor = torch.Tensor
+ACTIVATIONS: Final = ("none", "silu", "relu")
+
+
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
+) -> Tensor:
+    x, weight, bias, residual = wide(x, weight, bias, residual)
+    y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
+    y = F.silu(y) if activation == "silu" else F.relu(y) if activation == "relu" else y
+    return y if residual is None else y + residual
+
+
+def check_epilogue(op: str, x: Tensor, K: int, bias: Any, residual: Any, shape: tuple[int, ...], act: Any) -> None:
+    """bias[K], residual like the result, and the name of an activation."""
+    if bias is not None:
+        _check.like(op, "bias", bias, x, (K,))
+    if residual is not None:
+        _check.activation(op, "residual", residual, "NKHW")
+        _check.like(op, "residual", residual, x, shape)
+    if act not in ACTIVATIONS:
+        raise OpError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, not {_check.show(act)}")
+
+
+def check(
+    op: str, sizes: tuple[int, ...], x: Any, weight: Any, bias: Any, residual: Any, activation: Any
+) -> tuple[int, ...]:
+    """The shape of the result; the weight has R x R taps, R one of `sizes`."""
+    _check.activation(op, "x", x, "NCHW")
+    _check.activation(op, "weight", weight, "KCRR")
+    K, _, R, _ = weight.shape
+    if R not in sizes or weight.shape[3] != R:
+        taps = " or ".join(f"{r} x {r}" for r in sizes)
+        raise OpError(f"{op}: weight must have {taps} taps, not {_check.show(weight)}")
+    _check.like(op, "weight", weight, x, (K, x.shape[1], R, R))
+    shape = (x.shape[0], K, *x.shape[2:])
+    check_epilogue(op, x, K, bias, residual, shape, activation)
+    return shape
+
+
+def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *_: Any) -> Cost:
+    """Bytes and FLOPs of a direct convolution, whatever algorithm computes it."""
+    pixels = x.numel() // max(1, x.shape[1])
+    moved = x.nbytes + weight.nbytes + pixels * weight.shape[0] * x.element_size()
+    moved += sum(t.nbytes for t in (bias, residual) if t is not None)
+    return Cost(moved, 2 * pixels * weight.numel())
+
+
+def channels_last(x: Tensor, shape: Any) -> Tensor:
+    """An empty result, whose pixels hold their channels side by side."""
+    return torch.empty(tuple(shape), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+
+def fits(t: Tensor) -> bool:
+    """Channels side by side; any strides from pixel to pixel."""
+    return t.shape[1] == 1 or t.stride(1) == 1
+
+
+def dense(x: Tensor) -> Tensor:
+    """The same values with channels side by side; a copy only where they are not."""
+    return x if fits(x) else x.contiguous(memory_format=torch.channels_last)
+
+
+@kernel
+def activate(u: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
+    """ACT: 0 nothing, 1 SiLU, 2 ReLU."""
+    if ACT == 1:
+        return u / (1.0 + tl.exp(-u))
+    if ACT == 2:
+        return tl.where(u > 0.0, u, u * 0.0)  # NaN stays NaN
+    return u
+
+
+class Layer(NamedTuple):
+    """A convolution of FLUX's AutoencoderKL: channels, taps, and its picture's side as a share of the whole one's."""
+
+    C: int
+    K: int
+    R: int
+    scale: int
+
+
+VAE: Final = (
+    Layer(16, 512, 3, 8),
+    Layer(512, 512, 3, 8),
+    Layer(512, 512, 3, 4),
+    Layer(512, 512, 3, 2),
+    Layer(512, 256, 3, 2),
+    Layer(512, 256, 1, 2),
+    Layer(256, 256, 3, 2),
+    Layer(256, 256, 3, 1),
+    Layer(256, 128, 3, 1),
+    Layer(256, 128, 1, 1),
+    Layer(128, 128, 3, 1),
+    Layer(128, 3, 3, 1),
+    Layer(3, 128, 3, 1),
+    Layer(128, 256, 3, 2),
+    Layer(128, 256, 1, 2),
+    Layer(256, 512, 3, 4),
+    Layer(256, 512, 1, 4),
+    Layer(512, 32, 3, 8),
+)
+"""Every shape of decoder and encoder with stride 1; those after a doubling (see upsample_conv2d) as they are stock."""
