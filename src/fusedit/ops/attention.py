@@ -6,10 +6,11 @@ B batch, S queries, T keys, H heads, D head size; scale None: D^-0.5. q, k, v an
 the result is dense [B,S,H,D], so that flatten(2) copies nothing. Softmax and accumulation in fp32 inside the library
 kernels. An item none of whose keys counts gets zeros, as from torch's scaled_dot_product_attention.
 
-Order on CUDA: cuDNN (compute capability 9.0 and newer), flash, memory-efficient, mathematical; each by its own aten
-entry point. A backend is passed over where it cannot take the call, where torch.backends.cuda has it switched off, or
-where it once failed for these sizes; `attention.backend(...)` says which one serves and why no earlier one does, and
-`attention.ran` counts. On any other device: torch's scaled_dot_product_attention.
+Order on CUDA: products (for head sizes above 256, two products and a softmax), cuDNN (compute capability 9.0 and newer),
+flash, memory-efficient, mathematical; each by its own aten entry point. A backend is passed over where it cannot take
+the call, where torch.backends.cuda has it switched off, or where it once failed for these sizes;
+`attention.backend(...)` says which one serves and why no earlier one does, and `attention.ran` counts. On any other
+device: torch's scaled_dot_product_attention.
 `out` costs a copy: the library kernels choose where they write.
 Measured on one H200 (B1 H24 S4608 D128, bf16): cuDNN 607, flash 313, memory-efficient 162 TFLOP/s.
 Bytes: q, k, v read, o written. FLOPs: 4 B H S T D. Exactness: reordered.
@@ -26,9 +27,9 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _triton
+from fusedit.ops import _attention_products, _check, _triton
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Backend, Cost, op, wide
+from fusedit.ops._op import Backend, Build, Cost, op, wide
 
 Tensor = torch.Tensor
 
@@ -90,6 +91,13 @@ def cost(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Cost:
 # -- the libraries: each takes q, k, v [B,H,*,D] and an additive bias [B,1,1,T] or None --
 
 
+def _products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    assert bias is None
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return _attention_products.products(q, k, v, scale).transpose(1, 2)
+
+
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
     return cast(
         Tensor,
@@ -118,6 +126,7 @@ def _math(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | N
 
 
 _LIBRARIES: Final[dict[str, Callable[..., Tensor]]] = {
+    "products": _products,
     "cudnn": _cudnn,
     "flash": _flash,
     "efficient": _efficient,
@@ -154,7 +163,15 @@ def _refusal(name: str, q: Tensor, k: Tensor, masked: bool) -> str:
     capability = _triton.capability(q.device.index or 0)
     D, half = q.shape[-1], q.dtype in _HALVES
     dtype = str(q.dtype).removeprefix("torch.")
-    if name == "cudnn":
+    if name == "products":
+        if masked:
+            return "takes no mask"
+        if not half or D % 8:
+            return f"takes half precision and head sizes in steps of 8, not {dtype} and {D}"
+        usable, reason = _triton.status(q.device, q.dtype)
+        if not usable:
+            return reason
+    elif name == "cudnn":
         if capability < (9, 0):
             return f"slower than flash on compute capability {capability[0]}.{capability[1]}"
         if not flags.cudnn_sdp_enabled():
@@ -218,6 +235,8 @@ def choose(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, scal
         return Backend("plain", f"scaled_dot_product_attention of torch on {q.device.type}")
     reasons: list[str] = []
     for name in _LIBRARIES:
+        if name == "products" and q.shape[-1] <= 256:  # what it was not made for needs no reason
+            continue
         reason = _refusal(name, q, k, key_mask is not None)
         if not reason:
             return Backend(name, "; ".join(reasons))
@@ -253,10 +272,25 @@ CASES = (
     Case("z-image", (T((1, 4352, 3, 30, 128)),), ("real",), packed=_packed),
     Case("z-image-masked", (T((2, 1056, 3, 30, 128)), T((2, 1056), fill="mask")), ("real",), packed=_packed),
     Case("vae", (T((1, 4096, 1, 512)), T((1, 4096, 1, 512)), T((1, 4096, 1, 512))), ("real",)),
+    Case("vae-1024", (T((1, 16384, 1, 512)), T((1, 16384, 1, 512)), T((1, 16384, 1, 512))), ("real",)),
+    Case("vae-odd", (T((2, 1001, 3, 264)), T((2, 777, 3, 264)), T((2, 777, 3, 264))), ("real",)),
 )
 
 
-@op(exactness="reordered", reference=reference, plain=plain, check=check, cost=cost, cases=CASES, backend=choose)
+def builds() -> list[Build]:
+    return _attention_products.builds()
+
+
+@op(
+    exactness="reordered",
+    reference=reference,
+    plain=plain,
+    check=check,
+    cost=cost,
+    cases=CASES,
+    builds=builds,
+    backend=choose,
+)
 def attention(
     q: Tensor,
     k: Tensor,

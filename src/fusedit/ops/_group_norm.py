@@ -1,0 +1,406 @@
+"""GroupNorm on channels_last memory in three kernels, and what its ops share: arguments, layout, launching.
+
+    s[n,c,h,w] = x[n,c,h,w] + pre_bias[c] + residual[n,c,h,w]     either may be missing
+    y[n,c,h,w] = silu((s[n,c,h,w] - mean_g) / sqrt(var_g + eps) * weight[c] + bias[c]),  g = group of c
+
+(1) Each program takes a run of pixels and all channels, and finds every channel's mean and squared deviation, the sums
+being shifted by its first pixel so that a large mean cancels nothing; with a residual it writes s on the way. (2) One
+program a group joins them (Chan, Golub and LeVeque 1983). (3) Normalises, last pixels first, since the second-level
+cache still holds them. Without a residual, pre_bias is added nowhere: it moves the means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from fusedit.errors import OpError
+from fusedit.ops import _check, _rows
+from fusedit.ops._elementwise import sigmoid
+from fusedit.ops._op import Build
+from fusedit.ops._triton import kernel, tl
+
+Tensor = torch.Tensor
+_TILES: Final = (4096, 2048)
+"""Elements that a program reads at once, without and with a residual."""
+_STAGES: Final = 1
+_LOOPS: Final = 4
+_PARTS: Final = 1024
+
+
+def check(
+    op: str, x: Any, weight: Any, bias: Any, groups: object, eps: object, silu: object, pre_bias: Any
+) -> torch.Size:
+    _check.activation(op, "x", x, "NCHW")
+    C = x.shape[1]
+    _check.vector(op, "weight", weight, x, (C,), "C")
+    _check.vector(op, "bias", bias, x, (C,), "C")
+    if type(groups) is not int:
+        _check.kind(op, "groups", groups, "int")
+    if groups < 1 or C % groups:  # type: ignore[operator]
+        shown = _check.show(groups).removeprefix("int ")
+        raise OpError(f"{op}: groups must divide the channels of x {_check.show(x)}, not {shown}")
+    _check.eps(op, eps)
+    if type(silu) is not bool:
+        _check.kind(op, "silu", silu, "bool")
+    if pre_bias is not None:
+        _check.vector(op, "pre_bias", pre_bias, x, (C,), "C")
+    return x.shape  # type: ignore[no-any-return]
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """Layout of a result: channels_last; on a CPU the layout of x."""
+    if x.device.type == "cpu" and not x.is_contiguous(memory_format=torch.channels_last):
+        return torch.contiguous_format
+    return torch.channels_last
+
+
+def allocate(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(tuple(shape), dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+
+
+def limit(x: Tensor, *_: Any, **__: Any) -> str:
+    N, _C, H, W = x.shape
+    return f"{N} images of {H} x {W} are too many" if N > 65535 or H * W > 2**31 - 2**20 else ""
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, out: Tensor | None) -> Tensor:
+    """The norm of x in plain torch."""
+    if x.is_cpu and x.dtype is torch.float32 and memory_format(x) is torch.channels_last:
+        n = _normalised(x, weight, bias, groups, eps)
+    else:
+        n = F.group_norm(x, groups, weight, bias, eps)
+    if out is not None:
+        return torch.ops.aten.silu.out(n, out=out) if silu else out.copy_(n)
+    if silu:
+        n = F.silu(n, inplace=True)
+    return n.contiguous(memory_format=memory_format(x))
+
+
+def _normalised(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) -> Tensor:
+    """GroupNorm of a channels_last x on a CPU, as near to fp64 as torch's on NCHW.
+
+    torch's own for this layout sums x and x^2 in one fp32 chain: 1e-5 off at 256x256 where this is 8e-8.
+    """
+    N, C = x.shape[:2]
+    mean = x.mean((2, 3)).view(N, groups, C // groups).mean(-1)
+    d = x - mean.repeat_interleave(C // groups, 1)[:, :, None, None]
+    variance = d.square().mean((2, 3)).view(N, groups, C // groups).mean(-1)
+    scale = torch.rsqrt(variance + eps).repeat_interleave(C // groups, 1) * weight
+    return torch.addcmul(bias[:, None, None], d, scale[:, :, None, None], out=d)
+
+
+@kernel
+def _tile(
+    base_ptr: tl.tensor,
+    n: tl.tensor,
+    pixels: tl.tensor,
+    cols: tl.tensor,
+    batch_step: tl.tensor,
+    pixel_step: tl.tensor,
+    VEC: tl.constexpr,
+) -> tl.tensor:
+    base = base_ptr + n * batch_step * VEC
+    if VEC > 1:
+        base = tl.multiple_of(base, 16)
+    return base + (pixels.to(tl.int64) * pixel_step * VEC)[:, None] + cols[None, :]
+
+
+@kernel
+def _statistics(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    pre_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    mean_ptr: tl.tensor,
+    square_ptr: tl.tensor,
+    P: tl.tensor,
+    x_batch: tl.tensor,
+    x_pixel: tl.tensor,
+    residual_batch: tl.tensor,
+    residual_pixel: tl.tensor,
+    sum_batch: tl.tensor,
+    sum_pixel: tl.tensor,
+    loops: tl.tensor,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    VEC: tl.constexpr,
+    PRE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """mean[n, part, c] and square[n, part, c] = sum of (s - mean)^2 over the `loops * ROWS` pixels of one part.
+
+    s is x; with RESIDUAL it is x + pre + residual, rounded and written to `sum`.
+    """
+    part = tl.program_id(0)
+    n = tl.program_id(2).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = part * loops * ROWS
+    count = tl.minimum(loops * ROWS, P - first)
+    pre = tl.zeros((1, BLOCK), dtype=tl.float32)
+    if PRE:
+        pre = tl.load(pre_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
+    one = first + tl.arange(0, 1)
+    inside = (cols < C)[None, :]
+    shift = tl.load(_tile(x_ptr, n, one, cols, x_batch, x_pixel, VEC), mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        other = _tile(residual_ptr, n, one, cols, residual_batch, residual_pixel, VEC)
+        shift += pre + tl.load(other, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    square = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for loop in tl.range(0, tl.cdiv(count, ROWS), num_stages=STAGES):
+        pixels = first + loop * ROWS + tl.arange(0, ROWS)
+        mask = (pixels < P)[:, None] & inside
+        s = tl.load(_tile(x_ptr, n, pixels, cols, x_batch, x_pixel, VEC), mask=mask, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            at = _tile(residual_ptr, n, pixels, cols, residual_batch, residual_pixel, VEC)
+            s += pre + tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            rounded = s.to(sum_ptr.dtype.element_ty)
+            tl.store(_tile(sum_ptr, n, pixels, cols, sum_batch, sum_pixel, VEC), rounded, mask=mask)
+            s = rounded.to(tl.float32)
+        d = tl.where(mask, s - shift, 0.0)
+        total += d
+        square += d * d
+    off = tl.sum(total, axis=0) / count.to(tl.float32)
+    to = (n * tl.num_programs(0) + part) * C + cols
+    tl.store(mean_ptr + to[None, :], shift + off[None, :], mask=inside)
+    tl.store(square_ptr + to, tl.sum(square, axis=0) - count.to(tl.float32) * off * off, mask=cols < C)
+
+
+@kernel
+def _join(
+    mean_ptr: tl.tensor,
+    square_ptr: tl.tensor,
+    pre_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    center_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    P: tl.tensor,
+    parts: tl.tensor,
+    size: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    G: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRE: tl.constexpr,
+) -> None:
+    """center[n, c] = mean of the group - pre[c], factor[n, c] = weight / sqrt(var + eps), from parts of `size` pixels
+    of a tensor to which pre[c] is still to be added."""
+    g = tl.program_id(0)
+    n = tl.program_id(1).to(tl.int64)
+    channels = tl.arange(0, CHANNELS)
+    cols = g * (C // G) + channels
+    inside = channels < C // G
+    pre = tl.zeros((CHANNELS,), dtype=tl.float32)
+    if PRE:
+        pre = tl.load(pre_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(mean_ptr + n * parts * C + g * (C // G))
+    total = tl.zeros((PARTS, CHANNELS), dtype=tl.float32)
+    start = parts * 0
+    while start < parts:
+        part = start + tl.arange(0, PARTS)
+        mask = (part < parts)[:, None] & inside[None, :]
+        at = (n * parts + part)[:, None] * C + cols[None, :]
+        pixels = tl.minimum(size, P - part * size).to(tl.float32)[:, None]
+        total += tl.where(mask, tl.load(mean_ptr + at, mask=mask, other=0.0) - shift + pre[None, :], 0.0) * pixels
+        start += PARTS
+    mean = shift + tl.sum(tl.sum(total, axis=1), axis=0) / (P.to(tl.float32) * (C // G))
+    spread = tl.zeros((PARTS, CHANNELS), dtype=tl.float32)
+    start = parts * 0
+    while start < parts:
+        part = start + tl.arange(0, PARTS)
+        mask = (part < parts)[:, None] & inside[None, :]
+        at = (n * parts + part)[:, None] * C + cols[None, :]
+        pixels = tl.minimum(size, P - part * size).to(tl.float32)[:, None]
+        d = tl.load(mean_ptr + at, mask=mask, other=0.0) + pre[None, :] - mean
+        spread += tl.where(mask, tl.load(square_ptr + at, mask=mask, other=0.0) + pixels * d * d, 0.0)
+        start += PARTS
+    variance = tl.sum(tl.sum(spread, axis=1), axis=0) / (P.to(tl.float32) * (C // G))
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(center_ptr + n * C + cols, mean - pre, mask=inside)
+    tl.store(factor_ptr + n * C + cols, weight * tl.rsqrt(variance + eps), mask=inside)
+
+
+@kernel
+def _apply(
+    x_ptr: tl.tensor,
+    center_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    P: tl.tensor,
+    x_batch: tl.tensor,
+    x_pixel: tl.tensor,
+    out_batch: tl.tensor,
+    out_pixel: tl.tensor,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOOPS: tl.constexpr,
+    VEC: tl.constexpr,
+    SILU: tl.constexpr,
+) -> None:
+    n = tl.program_id(2).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    center = tl.load(center_ptr + n * C + cols, mask=cols < C, other=0.0)[None, :]
+    factor = tl.load(factor_ptr + n * C + cols, mask=cols < C, other=0.0)[None, :]
+    bias = tl.load(bias_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * (LOOPS * ROWS)  # the last pixels are in the cache still
+    for loop in tl.static_range(LOOPS):
+        pixels = first + loop * ROWS + tl.arange(0, ROWS)
+        mask = (pixels < P)[:, None] & (cols < C)[None, :]
+        x = tl.load(_tile(x_ptr, n, pixels, cols, x_batch, x_pixel, VEC), mask=mask, other=0.0).to(tl.float32)
+        y = (x - center) * factor + bias
+        if SILU:
+            y = y * sigmoid(y)
+        to = _tile(out_ptr, n, pixels, cols, out_batch, out_pixel, VEC)
+        tl.store(to, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _shape(C: int, tile: int) -> tuple[int, int]:
+    """(BLOCK, ROWS): channels and pixels of one tile."""
+    block = max(16, min(512, _rows.power_of_2(C)))
+    return block, max(1, tile // block)
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def builds(residual: bool) -> list[Build]:
+    """The kernels of an op with or without a residual."""
+    made = []
+    for name, dtype, C, aligned in (
+        ("bf16", torch.bfloat16, 128, True),
+        ("bf16-unaligned", torch.bfloat16, 96, False),
+        ("fp32", torch.float32, 512, True),
+    ):
+        vec = 16 // dtype.itemsize if aligned else 1
+        pointer, fp32 = _rows.POINTERS[dtype], "*fp32"
+        types = dict.fromkeys(("x_ptr", "residual_ptr", "sum_ptr", "pre_ptr"), pointer)
+        types |= {"mean_ptr": fp32, "square_ptr": fp32}
+        block, rows = _shape(C, _TILES[residual])
+        both: dict[str, Any] = {"C": C, "BLOCK": block, "ROWS": rows, "VEC": vec}
+        flags: dict[str, Any] = {"PRE": residual, "RESIDUAL": residual, "STAGES": _STAGES}
+        made.append(Build.of(f"statistics-{name}", _statistics, types, both | flags, 4, "no-spill"))
+        if residual:
+            continue  # the others are those of the op without
+        types = {"x_ptr": pointer, "out_ptr": pointer, "bias_ptr": pointer, "center_ptr": fp32, "factor_ptr": fp32}
+        block, rows = _shape(C, 2048)
+        both = {"C": C, "BLOCK": block, "ROWS": rows, "VEC": vec, "LOOPS": _LOOPS, "SILU": True}
+        traits = (["vector-stores"] if aligned else []) + ["no-spill"]
+        made.append(Build.of(f"apply-{name}", _apply, types, both, 4, *traits))
+    if not residual:
+        types = dict.fromkeys(("mean_ptr", "square_ptr", "center_ptr", "factor_ptr"), "*fp32")
+        types |= {"weight_ptr": "*bf16", "pre_ptr": "*bf16", "eps": "fp32"}
+        constexprs: dict[str, Any] = {"C": 128, "G": 32, "CHANNELS": 4, "PARTS": _PARTS, "PRE": True}
+        made.append(Build.of("join-bf16", _join, types, constexprs, 4, "no-spill"))
+    return made
+
+
+def fits(t: Tensor) -> bool:
+    """channels_last, or a slice of it: channels dense, and one stride from pixel to pixel."""
+    _, C, H, W = t.shape
+    return (C == 1 or t.stride(1) == 1) and (H == 1 or W == 1 or t.stride(2) == W * t.stride(3))
+
+
+def _flat(t: Tensor) -> Tensor:
+    """[N, P, C] of a tensor that `fits`."""
+    N, C, H, W = t.shape
+    pixel = t.stride(3) if W > 1 else t.stride(2) if H > 1 else C
+    return t.as_strided((N, H * W, C), (t.stride(0), pixel, 1))
+
+
+def _lying(t: Tensor) -> Tensor:
+    return t if fits(t) else t.contiguous(memory_format=torch.channels_last)
+
+
+def launch(
+    x: Tensor,
+    residual: Tensor | None,
+    pre_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    groups: int,
+    eps: float,
+    silu: bool,
+    summed: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Launches the three kernels; with a residual the sum goes to `summed`."""
+    if not fits(out) or not (summed is None or fits(summed)):  # by way of tensors that fit
+        direct = None if summed is None else torch.empty_like(summed, memory_format=torch.channels_last)
+        dense = torch.empty_like(out, memory_format=torch.channels_last)
+        launch(x, residual, pre_bias, weight, bias, groups, eps, silu, direct, dense)
+        out.copy_(dense)
+        if summed is not None and direct is not None:
+            summed.copy_(direct)
+        return
+    N, C, H, W = x.shape
+    P = H * W
+    source, target = _flat(_lying(x)), _flat(out)
+    other = source if residual is None else _flat(_lying(residual))
+    made = source if summed is None else _flat(summed)
+    weight, bias = _rows.inner(weight), _rows.inner(bias)
+    pre = weight if pre_bias is None else _rows.inner(pre_bias)
+    vec = _rows.vector(C, source, target, other, made)
+    parameters = _rows.launch(x.device)
+    block, rows = _shape(C, _TILES[residual is not None])
+    columns = _rows.cdiv(C, block)
+    # Half as many programs as could be resident: each reads twice as much at a time.
+    resident = parameters.programs // 2 * (_multiprocessors(x.device.index) if x.is_cuda else 1)
+    loops = max(_LOOPS, _rows.cdiv(P * columns * N, rows * resident))
+    parts = _rows.cdiv(P, loops * rows)
+    means, squares = torch.empty((2, N, parts, C), dtype=torch.float32, device=x.device)
+    centers, factors = torch.empty((2, N, C), dtype=torch.float32, device=x.device)
+    options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
+    steps = (*_rows.steps(source, vec), *_rows.steps(other, vec), *_rows.steps(made, vec))
+    _statistics[(parts, columns, N)](
+        source,
+        other,
+        pre,
+        made,
+        means,
+        squares,
+        P,
+        *steps,
+        loops,
+        C=C,
+        BLOCK=block,
+        ROWS=rows,
+        VEC=vec,
+        PRE=pre_bias is not None,
+        RESIDUAL=residual is not None,
+        STAGES=_STAGES,
+        **options,
+    )
+    channels = _rows.power_of_2(C // groups)
+    joined: dict[str, Any] = {"C": C, "G": groups, "CHANNELS": channels, "PARTS": max(1, min(_PARTS, 4096 // channels))}
+    joined["PRE"] = pre_bias is not None and residual is None
+    _join[(groups, N)](means, squares, pre, weight, centers, factors, P, parts, loops * rows, eps, **joined, **options)
+    block, rows = _shape(C, parameters.tile)
+    steps = (*_rows.steps(made, vec), *_rows.steps(target, vec))
+    _apply[(_rows.cdiv(P, rows * _LOOPS), _rows.cdiv(C, block), N)](
+        made,
+        centers,
+        factors,
+        bias,
+        target,
+        P,
+        *steps,
+        C=C,
+        BLOCK=block,
+        ROWS=rows,
+        LOOPS=_LOOPS,
+        VEC=vec,
+        SILU=silu,
+        **options,
+    )

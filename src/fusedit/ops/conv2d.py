@@ -1,0 +1,210 @@
+"""A convolution 3x3 or 1x1 with stride 1, its bias, activation and residual, on channels_last memory.
+
+    y[n,k,h,w] = act(bias[k] + sum_{c,r,s} x[n, c, h + r - R//2, w + s - R//2] weight[k,c,r,s]) + residual[n,k,h,w]
+
+N pictures, C input and K output channels, H, W pixels, R x R taps; x counts as 0 outside. act: `none`, `silu`, `relu`.
+x, weight, bias, residual, y of one dtype; sums in fp32; on the own kernels rounded once, after the residual.
+Who serves a call is asked with `conv2d.backend(...)`; tables by compute capability and shape, from measurements:
+- `library`: cuDNN, then bias, activation and residual in one pass of ours (torch's own bias is a pass for itself).
+- `tma`: an implicit product on Hopper, tiles by TMA, everything in its epilogue (_conv_tma.py).
+- `direct`: an implicit product by pointers, for few input channels in any layout (_conv_direct.py).
+- `gather`: for few outputs, one product with all taps, then sums (_conv_direct.py).
+- `plain`: torch, on a CPU.
+The result is channels_last; x, residual and `out` may have any strides.
+Bytes: x, weight, bias, residual read, y written. FLOPs: 2 N H W C K R^2. Exactness: reordered.
+Source: convolution as an implicit product (Chetlur et al. 2014, cuDNN).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from fusedit.ops import _conv, _conv_direct, _conv_epilogue, _conv_tma, _triton
+from fusedit.ops._cases import Case, T
+from fusedit.ops._op import Backend, Build, op
+
+Tensor = torch.Tensor
+reference = _conv.reference
+cost = _conv.cost
+_OWN: Final[dict[tuple[int, int], frozenset[tuple[int, int, int]]]] = {(9, 0): frozenset()}
+"""Compute capability -> (C, K, R) for which `tma` is faster than the library and the pass behind it."""
+
+
+def plain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
+    return _conv_epilogue.in_torch(y, None, residual, activation, out)
+
+
+def check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: object = "none",
+) -> tuple[tuple[int, ...]]:
+    return (_conv.check("conv2d", (1, 3), x, weight, bias, residual, activation),)
+
+
+def reads(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
+) -> tuple[Tensor, ...]:
+    """The result may lie on the residual, and on nothing else."""
+    del activation
+    first = x[:0] if residual is None else residual
+    return tuple(t for t in (first, x, weight, bias) if t is not None)
+
+
+def choose(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
+) -> Backend:
+    """The implementation that serves this call, and why no faster one does."""
+    del bias, activation
+    usable, why = _triton.status(x.device, x.dtype)
+    if not (x.is_cuda or _triton.INTERPRETING):
+        return Backend("plain", why or f"no kernels for device type {x.device.type}")
+    if usable and x.dtype == torch.float64:
+        usable, why = False, "no kernels for float64"
+    if not usable:
+        return Backend("library", why)
+    if x.is_cuda and x.dtype == torch.float32:
+        return Backend("library", "products of float32 are the library's")
+    C, H, W = x.shape[1:]
+    K, _, R, _ = weight.shape
+    if x.shape[0] * H * W >= 2**31 - 2**20:
+        return Backend("library", f"{x.shape[0]} pictures of {H} x {W} are too many")
+    if K * R * R <= _conv_direct.COLUMNS and C >= 16:
+        return Backend("gather", "")
+    if C * R * R <= 256 or not x.is_cuda:
+        return Backend("direct", "")
+    capability = _triton.capability(x.device.index or 0)
+    if (C, K, R) not in _OWN.get(capability, ()):
+        return Backend("library", f"not measured to be slower for {C} -> {K}, {R}x{R}, on {capability}")
+    if _waste(W):
+        return Backend("library", f"tiles of {_conv_tma.BM} pixels fill rows of {W} badly")
+    reason = _conv_tma.reason(x, K, residual)
+    return Backend("library", reason) if reason else Backend("tma", "")
+
+
+def _waste(W: int) -> bool:
+    """Whether more than a tenth of the tiles lies outside of rows of W pixels."""
+    tiles = -(-W // _conv_tma.BM) * _conv_tma.BM
+    return 10 * (tiles - W) > tiles
+
+
+def launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, out: Tensor
+) -> str:
+    """An own kernel, whatever the table says: the one by TMA where it can, else the one by pointers; says which."""
+    name = "direct" if _conv_tma.reason(x, weight.shape[0], residual, out) else "tma"
+    _own(name, x, weight, bias, residual, activation, out)
+    return name
+
+
+def _own(
+    name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, act: str, y: Tensor
+) -> None:
+    if residual is not None:
+        residual = residual if name == "gather" else _conv.dense(residual)
+    if name == "gather":
+        return _conv_direct.gather(_conv.dense(x), weight, bias, residual, act, y)
+    target = y if _conv.fits(y) else _conv.channels_last(y, y.shape)
+    if name == "tma" and _conv_tma.reason(x, weight.shape[0], residual, target):
+        name = "direct"  # whatever a caller gave as `out`
+    if name == "tma":
+        _conv_tma.conv(x, _conv_direct.rows_of(weight), weight.shape[-1], bias, residual, act, target)
+    else:
+        _conv_direct.direct(x, weight, bias, residual, act, target)
+    if target is not y:
+        y.copy_(target)
+    return None
+
+
+def builds() -> list[Build]:
+    return [*_conv_direct.builds(), *_conv_epilogue.builds(), *_conv_tma.builds_of_conv()]
+
+
+def _args(N: int, C: int, H: int, W: int, K: int, R: int = 3, layout: str = "channels_last", *more: Any) -> Any:
+    return (T((N, C, H, W), layout), T((K, C, R, R), std=(R * R * C) ** -0.5), *more)
+
+
+_B: Final = T((24,))
+
+
+CASES = (
+    Case("small", (*_args(1, 64, 5, 7, 24), _B, T((1, 24, 5, 7), "channels_last"), "silu")),
+    Case("relu", (*_args(2, 32, 4, 3, 24), _B, None, "relu")),
+    Case("no-bias", _args(1, 40, 6, 5, 24)),
+    Case("one-by-one", (*_args(2, 72, 3, 5, 24, 1), _B, T((2, 24, 3, 5)))),
+    Case("residual", (*_args(1, 48, 5, 3, 24), None, T((1, 24, 5, 3))), alias=lambda *t: t[3]),
+    Case("first", (*_args(1, 3, 9, 7, 24), _B), ("small", "odd")),
+    Case("first-nchw", (*_args(3, 3, 5, 7, 24, 3, "dense"), _B), ("small", "strided")),
+    Case("latents", (*_args(1, 16, 3, 5, 24, 3, "dense"), _B), ("small", "strided")),
+    Case("last", (*_args(2, 32, 9, 7, 3), T((3,)), T((2, 3, 9, 7)), "silu"), ("small", "odd")),
+    Case("last-odd", (*_args(1, 35, 1, 9, 3), T((3,), "gapped")), ("small", "odd")),
+    Case("odd-channels", (*_args(1, 35, 5, 5, 13), T((13,)), T((1, 13, 5, 5))), ("small", "odd")),
+    Case("transposed", (*_args(1, 32, 5, 6, 24, 3, "transposed"), _B), ("small", "strided")),
+    Case("offset", (*_args(1, 32, 5, 6, 24, 3, "offset"), _B), ("small", "strided")),
+    Case("one-pixel", (*_args(3, 32, 1, 1, 24), _B), ("small", "odd")),
+    Case("empty", (*_args(0, 32, 4, 4, 24), _B), ("small", "empty")),
+    *(
+        Case(
+            f"vae-{layer.C}-{layer.K}-{layer.R}x{layer.R}",
+            _args(1, layer.C, 512 // layer.scale, 512 // layer.scale, layer.K, layer.R, "channels_last", T((layer.K,))),
+            ("real",),
+        )
+        for layer in _conv.VAE
+    ),
+    Case(
+        "vae-residual",
+        (*_args(2, 128, 200, 333, 128), T((128,)), T((2, 128, 200, 333), "channels_last")),
+        ("real",),
+        alias=lambda *t: t[3],
+    ),
+)
+
+
+@op(
+    exactness="reordered",
+    reference=reference,
+    plain=plain,
+    check=check,
+    cost=cost,
+    cases=CASES,
+    builds=builds,
+    backend=choose,
+    reads=reads,
+    allocate=_conv.channels_last,
+)
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """act(conv(x[N,C,H,W], weight[K,C,R,R]) + bias[K]) + residual[N,K,H,W] -> [N,K,H,W] channels_last, R 1 or 3."""
+    name = choose(x, weight, bias, residual, activation).name
+    conv2d.ran[name] += 1
+    if name == "plain":
+        return plain(x, weight, bias, residual, activation, out=out)
+    if name == "library":
+        made = F.conv2d(_conv.dense(x), weight, padding=weight.shape[-1] // 2)
+        if bias is None and residual is None and activation == "none":
+            return made if out is None else out.copy_(made)
+        return _conv_epilogue.epilogue(made, bias, residual, activation, made if out is None else out)
+    y = _conv.channels_last(x, (x.shape[0], weight.shape[0], *x.shape[2:])) if out is None else out
+    _own(name, x, weight, bias, residual, activation, y)
+    return y
