@@ -8,7 +8,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read at its import: 
 
 import typer
 
-from benchmarks import cold_start, image, launches, ops, page, step
+from benchmarks import cold_start, convolutions, image, launches, ops, page, step, vae
 from benchmarks.arguments import reporting
 
 app = typer.Typer(
@@ -23,7 +23,9 @@ for name, command in (
     ("launches", launches.main),
     ("cold-start", cold_start.main),
     ("image", image.main),
+    ("vae", vae.main),
     ("ops", ops.main),
+    ("convolutions", convolutions.main),
     ("page", page.main),
 ):
     app.command(name)(reporting(command))

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from benchmarks import sections
+from benchmarks import sections, vae_sections
 from benchmarks.chart import chart
 from benchmarks.environment import ROOT
 from benchmarks.newest import Entry, Newest
@@ -34,7 +34,11 @@ SECTIONS: Final[dict[str, Callable[[Newest, list[Entry]], str]]] = {
     "image": sections.image,
     "cold-start": sections.cold_start,
     "new-size": sections.new_size,
+    "vae-decode": vae_sections.decode,
+    "vae-encode": vae_sections.encode,
     "ops": sections.ops,
+    "convolutions": vae_sections.convolutions,
+    "layouts": vae_sections.layouts,
 }
 AGAIN: Final = """\
 ## Measure again
@@ -44,10 +48,15 @@ AGAIN: Final = """\
     python -m benchmarks image --json FILE         # whole pictures with text encoders and VAE
     python -m benchmarks cold-start --json FILE    # from a fresh process to the first step
     python -m benchmarks ops --json FILE           # each op against plain torch and the card's ceilings
-    python -m benchmarks page                      # this page, from every file in benchmarks/results
+{more}    python -m benchmarks page                      # this page, from every file in benchmarks/results
 
 They need one CUDA GPU. A plan that does not fit into its memory gets a row that says so.
 """
+MORE: Final = {
+    "vae": "    python -m benchmarks vae --json FILE           # decode and encode of the VAE alone\n",
+    "convolutions": "    python -m benchmarks convolutions --json FILE  # each of its convolutions\n",
+}
+"""Commands that the page names once it shows rows of theirs."""
 
 
 def pages(runs: Sequence[Run]) -> dict[str, str]:
@@ -67,7 +76,9 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
         for benchmark in known + others:
             section = SECTIONS.get(benchmark, sections.timed)
             parts.append(section(newest, newest.of(device, benchmark)))
-    parts += [sections.measured_on(newest), AGAIN]
+    shown = {benchmark.partition("-")[0] for device in newest.devices for benchmark in newest.benchmarks(device)}
+    again = AGAIN.format(more="".join(line for command, line in MORE.items() if command in shown))
+    parts += [sections.measured_on(newest), again]
     files["performance.md"] = "\n".join(parts)
     return files
 

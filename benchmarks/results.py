@@ -19,19 +19,22 @@ class Row:
     """What one plan did in one benchmark.
 
     Attributes:
-        benchmark: `step`, `launches`, `cold-start`, `new-size`, `image` or `ops`.
-        model: a workload's name; in `ops` the op's.
-        size: `WIDTHxHEIGHT`; in `ops` the case.
-        plan: `stock`, `compile`, `exact`, `floor`, ...
+        benchmark: `step`, `launches`, `cold-start`, `new-size`, `image`, `vae-decode`, `vae-encode`, `ops`,
+            `convolutions` or `layouts`.
+        model: a workload's name; in `ops` the op's, in `convolutions` the layer, in `layouts` what is measured.
+        size: `WIDTHxHEIGHT`; in `ops` the case, in `convolutions` the layer's own picture, in `layouts` the shape.
+        plan: `stock`, `compile`, `exact`, `floor`, ...; in `convolutions` what computes it, in `layouts` the layout.
         variant: what else tells two rows apart, for example the state of a cache.
         ms: median of the sustained part.
         spread: 5 and 95 % of the same values.
-        floor_ms: the same step's matrix products and attention alone, in the same run.
-        launches: kernels a step.
-        joules: a step, or a picture.
+        floor_ms: the same step's matrix products and attention alone, in the same run; of the VAE its convolutions too.
+        launches: kernels a step, or a decode or encode.
+        joules: a step, or a picture, a decode or encode.
         peak_bytes: the most this plan needs, without what the others in the process hold.
-        rel_error: relative L2 of one step against stock in fp32; `stock_rel_error` that of stock in bf16.
-        correct: whether the former is at most 5 % above the latter; None where it was not checked.
+        rel_error: relative L2 of one step against stock in fp32; `stock_rel_error` that of stock in bf16 (in
+            `convolutions` cuDNN's).
+        correct: whether the former is at most 5 % above the latter (`ops`, `convolutions`: twice); None where it was
+            not checked.
         error: why there is no measurement.
         more: further keys of this benchmark.
     """

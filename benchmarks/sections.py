@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
+from benchmarks.cells import NONE, check, errors, number, ratio, run_of, section, table, with_spread
 from benchmarks.newest import Entry, Newest, grouped
-
-Table = Sequence[Sequence[str]]
-NONE: Final = "–"
 
 STEP: Final = """\
 One step inside the pipeline, bf16. `stock` is diffusers as it comes; `compile` the same with
@@ -27,21 +24,21 @@ take turns until each has run for seconds, and the later half counts, since a ca
 
 
 def step(newest: Newest, entries: list[Entry]) -> str:
-    return _timed(newest, entries, "One denoising step", STEP)
+    return timed_as(newest, entries, "One denoising step", STEP)
 
 
 def timed(newest: Newest, entries: list[Entry]) -> str:
     """A benchmark without a section of its own."""
-    return _timed(newest, entries, entries[0].row.benchmark, "")
+    return timed_as(newest, entries, entries[0].row.benchmark, "")
 
 
-def _timed(newest: Newest, entries: list[Entry], title: str, text: str) -> str:
+def timed_as(newest: Newest, entries: list[Entry], title: str, text: str) -> str:
     heads = ["size", "batch", "plan", "ms", "against stock", "of floor", "launches", "J", "GiB"]
     heads += ["error", "check", "cold s", "run"]
     parts = [f"## {title}\n\n{text}"]
     for model in dict.fromkeys(entry.row.model for entry in entries):
         rows = [_timed_row(newest, e) for group in grouped(entries) for e in group if e.row.model == model]
-        parts.append(f"### {model}\n\n{_table(heads, rows)}")
+        parts.append(f"### {model}\n\n{table(heads, rows)}")
     return "\n".join(parts)
 
 
@@ -49,29 +46,29 @@ def _timed_row(newest: Newest, entry: Entry) -> list[str]:
     row = entry.row
     cells = [row.size, str(row.batch), row.plan]
     if row.error is not None:
-        return [*cells, row.error, *[NONE] * 8, _run(newest, entry)]
+        return [*cells, row.error, *[NONE] * 8, run_of(newest, entry)]
     return [
         *cells,
-        _with_spread(row.ms, row.spread),
-        _ratio(newest, entry),
-        _number(row.of_floor, 3),
-        _number(row.launches, 0),
-        _number(row.joules, 1),
+        with_spread(row.ms, row.spread),
+        ratio(newest, entry),
+        number(row.of_floor, 3),
+        number(row.launches, 0),
+        number(row.joules, 1),
         NONE if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
-        _errors(row.rel_error, row.stock_rel_error),
-        _check(row.correct) if row.plan != "floor" else NONE,
-        _number(row.more.get("cold_s", row.more.get("first_step_s")), 2),
-        _run(newest, entry),
+        errors(row.rel_error, row.stock_rel_error),
+        check(row.correct) if row.plan != "floor" else NONE,
+        number(row.more.get("cold_s", row.more.get("first_step_s")), 2),
+        run_of(newest, entry),
     ]
 
 
 def launches(newest: Newest, entries: list[Entry]) -> str:
     text = "Kernels that one block more of a kind adds to a step, at the real width.\n"
     rows = [
-        [e.row.model, e.row.variant, e.row.plan, e.row.error or _number(e.row.launches, 0), _run(newest, e)]
+        [e.row.model, e.row.variant, e.row.plan, e.row.error or number(e.row.launches, 0), run_of(newest, e)]
         for e in entries
     ]
-    return _section("Launches of a block", text, ["model", "block", "plan", "launches", "run"], rows)
+    return section("Launches of a block", text, ["model", "block", "plan", "launches", "run"], rows)
 
 
 def image(newest: Newest, entries: list[Entry]) -> str:
@@ -85,22 +82,22 @@ that of one step of the transformer.
         row, more = entry.row, entry.row.more
         cells = [row.model, row.size, str(more.get("steps", NONE)), row.plan]
         if row.error is not None or row.ms is None:
-            rows.append([*cells, row.error or NONE, *[NONE] * 6, _run(newest, entry)])
+            rows.append([*cells, row.error or NONE, *[NONE] * 6, run_of(newest, entry)])
             continue
-        stages = [_number(more.get(f"{stage}_s"), 3) for stage in ("text", "denoise", "vae")]
+        stages = [number(more.get(f"{stage}_s"), 3) for stage in ("text", "denoise", "vae")]
         seconds = f"{row.ms / 1e3:.3f}"
         rows.append(
             [
                 *cells,
                 seconds,
-                _ratio(newest, entry),
+                ratio(newest, entry),
                 *stages,
-                _number(row.joules, 0),
-                _check(row.correct),
-                _run(newest, entry),
+                number(row.joules, 0),
+                check(row.correct),
+                run_of(newest, entry),
             ]
         )
-    return _section("A whole picture", text, [*heads, "J", "check", "run"], rows)
+    return section("A whole picture", text, [*heads, "J", "check", "run"], rows)
 
 
 def cold_start(newest: Newest, entries: list[Entry]) -> str:
@@ -114,12 +111,12 @@ compilation, and whatever the libraries load. The caches are those of Triton and
         row, more = entry.row, entry.row.more
         cells = [row.model, row.plan, row.variant.removesuffix(" cache") or NONE]
         if row.error is not None:
-            rows.append([*cells, NONE, NONE, row.error, NONE, NONE, _run(newest, entry)])
+            rows.append([*cells, NONE, NONE, row.error, NONE, NONE, run_of(newest, entry)])
             continue
-        seconds = [_number(more.get(name), 2) for name in ("import_s", "load_s", "ready_s")]
-        kernels = [_number(more.get(name), 0) for name in ("kernels_compiled", "kernels_loaded")]
-        rows.append([*cells, *seconds, *kernels, _run(newest, entry)])
-    return _section("Ready in", text, heads, rows)
+        seconds = [number(more.get(name), 2) for name in ("import_s", "load_s", "ready_s")]
+        kernels = [number(more.get(name), 0) for name in ("kernels_compiled", "kernels_loaded")]
+        rows.append([*cells, *seconds, *kernels, run_of(newest, entry)])
+    return section("Ready in", text, heads, rows)
 
 
 def new_size(newest: Newest, entries: list[Entry]) -> str:
@@ -144,12 +141,12 @@ any way. What cuDNN compiles for a new shape is not counted; it is in the first 
         row, more = entry.row, entry.row.more
         cells = [row.model, row.size, row.variant.removesuffix(" tokens").replace("+", ", ")]
         if row.error is not None:
-            rows.append([*cells, row.error, *[NONE] * 4, _run(newest, entry)])
+            rows.append([*cells, row.error, *[NONE] * 4, run_of(newest, entry)])
             continue
-        times = [_number(value, 1) for value in (more.get("first_step_ms"), row.ms, more.get("plan_ms"))]
-        counts = [_number(more.get(name), 0) for name in ("kernels_compiled", "new_variants")]
-        rows.append([*cells, *times, *counts, _run(newest, entry)])
-    return _section("A size that is new", text, [*heads, "run"], rows)
+        times = [number(value, 1) for value in (more.get("first_step_ms"), row.ms, more.get("plan_ms"))]
+        counts = [number(more.get(name), 0) for name in ("kernels_compiled", "new_variants")]
+        rows.append([*cells, *times, *counts, run_of(newest, entry)])
+    return section("A size that is new", text, [*heads, "run"], rows)
 
 
 def ops(newest: Newest, entries: list[Entry]) -> str:
@@ -170,23 +167,23 @@ plain torch's error against fp64.
         row, plain = entry.row, newest.beside(entry, "plain")
         rate = f"{row.more['tb_s']:.2f} TB/s" if "tb_s" in row.more else f"{row.more.get('tflop_s', 0):.0f} TFLOP/s"
         if row.error is not None:
-            rows.append([row.model, row.size, row.error, *[NONE] * 5, _run(newest, entry)])
+            rows.append([row.model, row.size, row.error, *[NONE] * 5, run_of(newest, entry)])
             continue
         rows.append(
             [
                 row.model,
                 row.size,
-                _number(row.ms, 4),
-                NONE if plain is None else _number(plain.ms, 4),
-                _ratio(newest, entry, "plain"),
+                number(row.ms, 4),
+                NONE if plain is None else number(plain.ms, 4),
+                ratio(newest, entry, "plain"),
                 rate,
                 f"{row.more.get('percent_of_ceiling', 0):.0f} %" if row.correct else NONE,
-                _check(row.correct),
-                _run(newest, entry),
+                check(row.correct),
+                run_of(newest, entry),
             ]
         )
     heads = ["op", "case", "ms", "plain torch ms", "against plain", "rate", "of ceiling", "check", "run"]
-    return _section("Ops", text, heads, rows)
+    return section("Ops", text, heads, rows)
 
 
 def measured_on(newest: Newest) -> str:
@@ -200,45 +197,4 @@ def measured_on(newest: Newest) -> str:
         cells = [str(newest.runs.index(run) + 1), where["date"], device, str(where.get("driver") or "unknown")]
         rows.append([*cells, versions, f"`{commit[:12]}{'-dirty' if commit.endswith('-dirty') else ''}`", run.name])
     heads = ["run", "date", "device", "driver", "versions", "commit", "file"]
-    return _section("Measured on", "", heads, rows)
-
-
-# -- cells ----------------------------------------------------------------------------------------------------------
-
-
-def _section(title: str, text: str, heads: Sequence[str], rows: Table) -> str:
-    return "\n".join([f"## {title}", "", *([text] if text else []), _table(heads, rows)])
-
-
-def _table(heads: Sequence[str], rows: Table) -> str:
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in (heads, ["---"] * len(heads), *rows))
-
-
-def _number(value: Any, digits: int) -> str:
-    return f"{value:,.{digits}f}" if isinstance(value, int | float) else NONE
-
-
-def _with_spread(ms: float | None, spread: Sequence[float] | None) -> str:
-    if ms is None:
-        return NONE
-    return f"{ms:.1f}" if spread is None else f"{ms:.1f} ({spread[0]:.1f} to {spread[1]:.1f})"
-
-
-def _ratio(newest: Newest, entry: Entry, plan: str = "stock") -> str:
-    ratio = newest.ratio(entry, plan)
-    return NONE if ratio is None else f"{ratio:.2f}x"
-
-
-def _errors(error: Any, stock: Any) -> str:
-    """Errors that are not finite are words in the files."""
-    if error is None:
-        return NONE
-    return " / ".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in (error, stock))
-
-
-def _check(correct: bool | None) -> str:
-    return "not checked" if correct is None else "green" if correct else "**red**"
-
-
-def _run(newest: Newest, entry: Entry) -> str:
-    return str(newest.runs.index(entry.run) + 1)
+    return section("Measured on", "", heads, rows)

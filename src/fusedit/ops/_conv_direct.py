@@ -209,7 +209,7 @@ def _blocks(C: int, K: int, R: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _warps(blocks: dict[str, int]) -> int:
-    return 8 if blocks["BM"] * blocks["BN"] > 8192 else 4
+    return 8 if blocks["BN"] == 128 else 4
 
 
 def direct(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, act: str, y: Tensor) -> None:

@@ -11,7 +11,7 @@ from benchmarks import arguments, gpu
 from benchmarks.__main__ import app
 from fusedit.errors import ArgumentError
 
-COMMANDS = ("step", "launches", "cold-start", "image", "ops")
+COMMANDS = ("step", "launches", "cold-start", "image", "vae", "ops", "convolutions")
 
 
 def refused(*line: str) -> str:
@@ -64,7 +64,7 @@ def test_unknown_op() -> None:
         ("512x512, ,768x768", "size is '512x512, ,768x768', with nothing before or after a comma"),
     ],
 )
-@pytest.mark.parametrize("command", ["step", "launches", "image"])
+@pytest.mark.parametrize("command", ["step", "launches", "image", "vae", "convolutions"])
 def test_sizes(command: str, size: str, said: str) -> None:
     assert said in refused(command, "--size", size)
 
@@ -77,7 +77,7 @@ def test_batches(batch: str) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "601"])
-@pytest.mark.parametrize("command", ["step", "ops"])
+@pytest.mark.parametrize("command", ["step", "vae", "ops", "convolutions"])
 def test_seconds(command: str, seconds: str) -> None:
     assert "give a number above 0 and up to 600" in refused(command, "--seconds", seconds)
 

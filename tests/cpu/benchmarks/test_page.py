@@ -19,6 +19,11 @@ from benchmarks.page import RESULTS, pages
 from benchmarks.reading import read
 from benchmarks.results import Results, Row, Run
 
+BENCHMARKS = (
+    *("step", "launches", "image", "cold-start", "new-size", "vae-decode", "vae-encode", "ops", "convolutions"),
+    *("layouts", "other"),
+)
+
 
 def rows(exact_error: float = 0.1, benchmark: str = "step", **changes: Any) -> tuple[Row, ...]:
     made = []
@@ -146,16 +151,72 @@ def test_every_benchmark_has_its_section() -> None:
     ]
     for row in ops:
         row.more = {"tb_s": 3.5, "percent_of_ceiling": 84.0}
-    vae = rows(benchmark="vae-decode", model="flux-vae")
-    text = pages([run("a.json", launches, cold, new, *image, ceiling, *ops, *vae)])["performance.md"]
+    other = rows(benchmark="other", model="something")
+    text = pages([run("a.json", launches, cold, new, *image, ceiling, *ops, *other)])["performance.md"]
     assert "| flux.1-dev | double | exact | 17 | 1 |" in text
     assert "| flux.1-dev | exact | empty | 9.00 | 4.00 | 2.00 | 11 | 0 | 1 |" in text
     assert "| flux.1-dev | 256x256 | 1, 512 | 80.0 | 30.0 | 50.0 | 0 | 0 | 1 |" in text
     assert "| 28 | exact | 4.000 | 1.50x | 0.050 | 3.000 | 0.100 |" in text
     assert "| swiglu | z-image | 0.1000 | 0.3000 | 3.00x | 3.50 TB/s | 84 % | green | 1 |" in text
     assert "4.17 TB/s" in text
-    assert "## vae-decode\n" in text
-    assert "## ceiling" not in text
+    assert "## other\n" in text
+    for word in ("## ceiling", "## VAE", "## Convolutions", "## Memory layouts", "benchmarks vae", "convolutions"):
+        assert word not in text, word
+
+
+def test_the_two_halves_of_the_vae_have_a_section_each() -> None:
+    shown = ("vae-decode", "vae-encode")
+    found = [row for benchmark in shown for row in rows(benchmark=benchmark)]
+    text = pages([run("a.json", *found)])["performance.md"]
+    assert text.index("## VAE: decode") < text.index("## VAE: encode") < text.index("## Measured on")
+    assert "torch.compile` of the encoder" in text
+    assert text.count("| exact | 10.0 (9.0 to 11.0) | 2.00x | 1.250 | 1,234 | 9.5 | 3.00 | 0.1000 / 0.1000 |") == 2
+    assert "python -m benchmarks vae --json FILE" in text
+    assert "performance.svg" not in text  # the chart is of steps
+
+
+def layer(**ms: float) -> list[Row]:
+    made = []
+    for plan, value in ms.items():
+        row = Row("convolutions", "512->256 3x3", "512x512", 1, plan.replace("_", "-").replace("-bias", "+bias"))
+        row.ms, row.rel_error, row.stock_rel_error, row.correct = value, 0.002, 0.002, True
+        made.append(row)
+    return made
+
+
+def test_a_layer_is_a_row_with_its_fastest() -> None:
+    found = layer(cudnn=0.3, cudnn_bias=0.5, triton=0.4, winograd_2=0.2, winograd_4=0.1)
+    found[2].error, found[2].ms, found[2].correct = "no such op: conv2d", None, None
+    text = pages([run("a.json", *found)])["performance.md"]
+    cells = ["512->256 3x3", "512x512", "0.3000", "0.5000", "no such op: conv2d", "0.2000", "0.1000", "winograd-4"]
+    errors = "0.0020 / 0.0020 / – / 0.0020 / 0.0020"
+    assert line(text, "512->256 3x3") == "| " + " | ".join([*cells, errors, "green", "1"]) + " |"
+    assert "python -m benchmarks convolutions --json FILE" in text
+
+
+def test_a_red_layer_is_never_the_fastest() -> None:
+    found = layer(cudnn=0.3, cudnn_bias=0.5, winograd_4=0.1)
+    found[2].rel_error, found[2].correct = float("nan"), False
+    shown = line(pages([run("a.json", *found)])["performance.md"], "512->256 3x3")
+    assert "| 0.3000 | 0.5000 | – | – | 0.1000 | cudnn |" in shown
+    assert "**red**: winograd-4" in shown
+
+
+def test_layers_of_two_runs_are_not_compared() -> None:
+    old = run("old.json", *layer(cudnn=0.3, triton=0.1), time="2026-01-01T00:00:00+00:00")
+    shown = line(pages([old, run("new.json", *layer(cudnn=0.2))])["performance.md"], "512->256 3x3")
+    assert "| 0.2000 | – | – | – | – | cudnn |" in shown
+
+
+def test_layouts_have_their_section() -> None:
+    found = [
+        Row("layouts", "GroupNorm", "1x512x128x128", 1, plan, ms=ms) for plan, ms in (("nchw", 0.5), ("nhwc", 0.1))
+    ]
+    found.append(Row("layouts", "GroupNorm", "1x512x256x256", 1, "nhwc", error="out of memory"))
+    text = pages([run("a.json", *found)])["performance.md"]
+    assert "## Memory layouts" in text
+    assert "| GroupNorm | 1x512x128x128 | nhwc | 0.1000 | not checked | 1 |" in text
+    assert "| out of memory |" in line(text, "1x512x256x256")
 
 
 def test_a_red_op_has_no_ratio() -> None:
@@ -170,9 +231,10 @@ def test_a_red_op_has_no_ratio() -> None:
 
 
 def test_failures_of_every_benchmark_are_shown() -> None:
+    plans = {"ops": "fused", "convolutions": "triton"}
     found = [
-        Row(benchmark, "flux.1-dev", f"{place}x{place}", 1, "fused" if benchmark == "ops" else "exact", error="no luck")
-        for place, benchmark in enumerate(("step", "launches", "image", "cold-start", "new-size", "ops", "vae-encode"))
+        Row(benchmark, "flux.1-dev", f"{place}x{place}", 1, plans.get(benchmark, "exact"), error="no luck")
+        for place, benchmark in enumerate(BENCHMARKS)
     ]
     text = pages([run("a.json", *found)])["performance.md"]
     assert text.count("| no luck |") == len(found)
@@ -266,6 +328,14 @@ FOREIGN: list[tuple[Any, str]] = [
         whole(benchmark="ops", rel_error=0.0021, stock_rel_error=0.001, correct=True),
         "'correct' of row 1 is true, which rel_error 0.0021 and stock_rel_error 0.001 beside it contradict",
     ),
+    (
+        whole(benchmark="convolutions", rel_error=0.001, stock_rel_error=0.001, correct=False),
+        "'correct' of row 1 is false, which rel_error 0.001 and stock_rel_error 0.001 beside it contradict",
+    ),
+    (
+        whole(benchmark="convolutions", rel_error="nan", stock_rel_error=0.001, correct=True),
+        "'correct' of row 1 is true, which rel_error \"nan\" and stock_rel_error 0.001 beside it contradict",
+    ),
 ]
 
 
@@ -311,6 +381,9 @@ def test_a_verdict_that_its_errors_bear_out_is_read(tmp_path: Path) -> None:
             {"benchmark": "ops", "rel_error": 0.002, "stock_rel_error": 0.001, "correct": True},
             {"benchmark": "ops", "rel_error": 0.001, "stock_rel_error": 0.001, "correct": False},  # for the largest
             {"benchmark": "ops", "correct": True},
+            {"benchmark": "convolutions", "rel_error": 0.002, "stock_rel_error": 0.001, "correct": True},
+            {"benchmark": "convolutions", "rel_error": 0.003, "stock_rel_error": 0.001, "correct": False},
+            {"benchmark": "vae-decode", "rel_error": 0.0525, "stock_rel_error": 0.05, "correct": True},
             {"benchmark": "new-size", "plan_ms": -0.3},
         )
     ):
@@ -320,7 +393,7 @@ def test_a_verdict_that_its_errors_bear_out_is_read(tmp_path: Path) -> None:
 
 
 def test_the_least_that_a_results_file_holds_gives_a_page(tmp_path: Path) -> None:
-    for benchmark in ("step", "launches", "image", "cold-start", "new-size", "ops", "other"):
+    for benchmark in BENCHMARKS:
         path = tmp_path / f"{benchmark}.json"
         path.write_text(json.dumps(whole(benchmark=benchmark, plan="fused", rel_error="nan", stock_rel_error=0.1)))
         assert "performance.md" in pages(read([path]))

@@ -241,6 +241,7 @@ def test_export(name: str) -> None:
 X, V = torch.randn(2, 3, 16), torch.randn(2, 16)
 QKV, COS = torch.randn(2, 3, 3, 2, 8), torch.randn(1, 3, 4)
 IMAGE, SQUARE = torch.randn(1, 8, 4, 4), torch.randn(16, 16)
+TILES = torch.randn(1, 1, 1, 1, 8, 8, 32)
 BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("layer_norm_modulate", (X[0], V, V), {}, r"x must be \[B, S, C\], not float32\[3, 16\] on cpu"),
     ("layer_norm_modulate", (X, V[:, :8], V), {}, r"scale must be \[B, C\] = \[2, 16\], .* not float32\[2, 8\] on cpu"),
@@ -272,6 +273,22 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("group_norm_silu", (IMAGE, V[0, :8], V[0, :8], 3), {}, r"groups must divide the channels .* not 3"),
     ("group_norm_silu", (IMAGE[0], V[0, :8], V[0, :8], 2), {}, r"x must be \[N, C, H, W\]"),
     ("strided_copy", (torch.tensor(1.0),), {}, r"x must have at least one dimension"),
+    ("nchw_to_nhwc", (IMAGE[0],), {}, r"x must be \[N, C, H, W\], not float32\[8, 4, 4\] on cpu"),
+    ("nhwc_to_nchw", (IMAGE.long(),), {}, r"x must be float16, bfloat16 or float32, not int64\[1, 8, 4, 4\]"),
+    (
+        "nhwc_to_nchw",
+        (IMAGE,),
+        {"out": IMAGE[:, :4]},
+        r"out must be float32\[1, 8, 4, 4\] on cpu, not float32\[1, 4, 4",
+    ),
+    ("pack_tiles", (IMAGE, 16), {}, r"channels must be 32 or 64, not int 16"),
+    (
+        "unpack_tiles",
+        (TILES, 33, 8, 8),
+        {},
+        r"t must be \[1, 1, 1, 2, 8, 8, 32\] for C, H, W = 33, 8, 8, not float32\[",
+    ),
+    ("unpack_tiles", (TILES[..., :16], 16, 8, 8), {}, r"t must have tiles of 32 or 64 channels, not float32\["),
     ("linear_gelu", (X, SQUARE, SQUARE[0], 17), {}, r"start must be an integer from 0 to 16, .* not 17"),
     ("linear_gelu", (X, SQUARE, SQUARE[0], 1.0), {}, r"start must be an integer from 0 to 16, .* not float 1.0"),
     ("linear_gelu", (X, V[:, :8], V[:, 0]), {}, r"weight must be float32\[2, 16\]"),
@@ -387,8 +404,8 @@ def test_cost_takes_the_ops_own_arguments(name: str) -> None:
             args, kwargs = case.build(torch.float16)
             cost = REGISTRY[name].cost(*args, **kwargs)
             assert cost.bytes > 0
-            assert cost.flops > 0 or name == "strided_copy"
-    assert next(iter(inspect.signature(REGISTRY[name].reference).parameters)) in ("x", "q", "qkv", "a")
+            assert cost.flops > 0 or REGISTRY[name].exactness == "bitwise"  # copies
+    assert next(iter(inspect.signature(REGISTRY[name].reference).parameters)) in ("x", "q", "qkv", "a", "t")
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------

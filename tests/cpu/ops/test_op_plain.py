@@ -75,6 +75,8 @@ def stock(name: str, a: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (F.silu(a[0]) * a[1],)
     if name == "group_norm_silu":
         return (F.silu(F.group_norm(a[0], a[3], a[1], a[2], eps=1e-6)),)  # type: ignore[arg-type]
+    if name in ("nchw_to_nhwc", "nhwc_to_nchw", "pack_tiles", "unpack_tiles"):
+        return (ops.registry()[name].reference(*a).to(a[0].dtype),)
     q, k, v = (t.transpose(1, 2) for t in a[:3])
     return (F.scaled_dot_product_attention(q, k, v).transpose(1, 2),)
 

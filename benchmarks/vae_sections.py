@@ -1,0 +1,93 @@
+"""The sections of the page on the VAE: its two halves, its convolutions one by one, and memory layouts."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from benchmarks.cells import NONE, check, number, run_of, section
+from benchmarks.newest import Entry, Newest, grouped
+from benchmarks.results import Row
+from benchmarks.sections import timed_as
+
+VAE: Final = """\
+FLUX's AutoencoderKL by itself, bf16, on random {inputs}. `stock` is diffusers as it comes; `channels_last` the same in
+that memory layout; `compile` is `torch.compile` of the {part} in that layout; `exact` is fusedit; `floor` is the
+{part}'s convolutions (without bias; those that follow a doubling as four 2x2 on the picture before it) and the
+products of its attention alone, back to back in one CUDA graph. The plans take turns until each has run for seconds,
+and the later half counts.
+
+- **ms**, **J**, **launches**: of one {what}. **of floor**: ms over the floor's. **GiB**: the most this plan needs,
+  without what the others in the process hold.
+- **error**: relative L2 of {result} against stock in fp32 on the same weights and input, and after the slash that of
+  stock in bf16. **check**: green where the former is at most 5 % above the latter.
+- **cold s**: to the end of the first {what} of this size in a running process, compilation included.
+"""
+CONVOLUTIONS: Final = """\
+Each convolution of FLUX's VAE alone, bf16, channels_last, on arguments that do not lie in the cache: ms, and the
+fastest of those whose check is green. `cudnn` has no bias and `cudnn+bias` adds it in a second kernel; the others add
+it in their own. **errors**: relative L2 against fp32 in the order of the columns; the check is the house rule, at most
+twice that of `cudnn` in bf16.
+"""
+PLANS: Final = ("cudnn", "cudnn+bias", "triton", "winograd-2", "winograd-4")
+
+
+def decode(newest: Newest, entries: list[Entry]) -> str:
+    text = VAE.format(what="decode", part="decoder", inputs="latents", result="the picture")
+    return timed_as(newest, entries, "VAE: decode", text)
+
+
+def encode(newest: Newest, entries: list[Entry]) -> str:
+    text = VAE.format(what="encode", part="encoder", inputs="pictures", result="the latents' mode")
+    return timed_as(newest, entries, "VAE: encode", text)
+
+
+def convolutions(newest: Newest, entries: list[Entry]) -> str:
+    heads = ["layer", "picture", *(f"{plan} ms" for plan in PLANS), "fastest", "errors", "check", "run"]
+    rows = [_layer(newest, group) for group in grouped(entries)]
+    return section("Convolutions of the VAE", CONVOLUTIONS, heads, rows)
+
+
+def _layer(newest: Newest, group: list[Entry]) -> list[str]:
+    """One layer at one size: the newest run that holds any of it, and nothing of an older one."""
+    entry = max(group, key=lambda e: (e.run.when, e.run.name))
+    found = {e.row.plan: e.row for e in group if e.run is entry.run}
+    made = {plan: row for plan, row in found.items() if row.error is None and row.ms is not None}
+    green = [plan for plan, row in made.items() if row.correct]
+    red = [plan for plan, row in made.items() if row.correct is False]
+    fastest = min(green, key=lambda plan: made[plan].ms or 0.0, default=NONE)
+    verdict = f"**red**: {', '.join(red)}" if red else check(True if green else None)
+    return [
+        entry.row.model,
+        entry.row.size,
+        *(_time(found.get(plan)) for plan in PLANS),
+        fastest,
+        " / ".join(_error(made[plan].rel_error) if plan in made else NONE for plan in PLANS),
+        verdict,
+        run_of(newest, entry),
+    ]
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return NONE
+    return row.error or number(row.ms, 4)
+
+
+def _error(value: Any) -> str:
+    """An error that is not finite is a word in the files."""
+    return NONE if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def layouts(newest: Newest, entries: list[Entry]) -> str:
+    text = "The same arithmetic on the same values as they lie in memory one way or another, bf16.\n"
+    rows = [
+        [
+            *(entry.row.model, entry.row.size, entry.row.plan),
+            entry.row.error or number(entry.row.ms, 4),
+            check(entry.row.correct),
+            run_of(newest, entry),
+        ]
+        for group in grouped(entries)
+        for entry in group
+    ]
+    return section("Memory layouts", text, ["what", "shape", "layout", "ms", "check", "run"], rows)
