@@ -8,7 +8,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read at its import: 
 
 import typer
 
-from benchmarks import cold_start, convolutions, image, launches, ops, page, step, vae
+from benchmarks import cold_start, convolutions, image, launches, layouts, ops, page, step, vae
 from benchmarks.arguments import reporting
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ for name, command in (
     ("vae", vae.main),
     ("ops", ops.main),
     ("convolutions", convolutions.main),
+    ("layouts", layouts.main),
     ("page", page.main),
 ):
     app.command(name)(reporting(command))

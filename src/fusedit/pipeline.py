@@ -9,7 +9,6 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from fusedit import ops
@@ -71,6 +70,7 @@ class Handle:
                         counters.fused[rewrite.name],
                         sum(reasons.values()),
                         reasons,
+                        session.called,
                     )
                 )
             notes += [f"{'.'.join(session.model.path)}: {what}: {count}" for what, count in counters.events.items()]
@@ -159,7 +159,7 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
         The handle. Accelerating again with an equal plan returns the same one; another plan replaces it.
 
     Raises:
-        UnsupportedPipelineError: not a diffusers pipeline, or (strict) the denoiser or a float16 VAE cannot be served.
+        UnsupportedPipelineError: not a diffusers pipeline, or (strict) the denoiser cannot be served.
         PlanError: unknown tier, plan file or rewrite name.
     """
     from diffusers import DiffusionPipeline
@@ -185,7 +185,7 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
         reason = _refusal(pipe, module, model)
         if reason is not None:
             refusals += [Refusal(rewrite.name, reason) for rewrite in model.rewrites]
-            if model.denoiser or "float16" in reason:
+            if model.denoiser:
                 blocking.append(reason)
             continue
         refusals += [
@@ -284,8 +284,6 @@ def _refusal(pipe: Any, module: nn.Module, model: type[FusedModel]) -> str | Non
         return f"{name} is already compiled by {compiled}; accelerate the pipeline instead of compiling it"
     if foreign_forward(module):
         return f"the forward of {name} was replaced by something else; undo that first"
-    if not model.denoiser and any(parameter.dtype == torch.float16 for parameter in module.parameters()):
-        return f"{name} is in float16, which overflows to black pictures; load it in bfloat16 or float32"
     reason = model.refuse(module)
     if reason is not None:
         return reason

@@ -19,6 +19,7 @@ class SiteReport:
         fused: how often the fused code ran since accelerate().
         stock: how often stock code ran in its place.
         reasons: reason -> how often, for the stock runs.
+        called: whether the module it belongs to was called since accelerate(); text to image never encodes a picture.
     """
 
     site: str
@@ -27,6 +28,7 @@ class SiteReport:
     fused: int
     stock: int
     reasons: Mapping[str, int] = field(default_factory=dict)
+    called: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -36,6 +38,7 @@ class SiteReport:
             "fused": self.fused,
             "stock": self.stock,
             "reasons": dict(self.reasons),
+            "called": self.called,
         }
 
 
@@ -104,8 +107,9 @@ class Report:
     caches: tuple[CacheReport, ...] = ()
 
     def never_ran(self, steps: int) -> tuple[SiteReport, ...]:
-        """The rewrites in force that never ran, but for those that save nothing on the first step of so few."""
-        idle = (site for site in self.rewritten if not site.fused)
+        """The rewrites in force that never ran, but for those whose module was never called and those that save nothing
+        on the first step of so few."""
+        idle = (site for site in self.rewritten if site.called and not site.fused)
         return tuple(site for site in idle if site.stock or steps > 1 or not site.site.endswith(".hoist"))
 
     def to_dict(self) -> dict[str, Any]:

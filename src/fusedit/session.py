@@ -42,6 +42,7 @@ class Session:
         self.model = model(module, plan, self.counters)
         self.rewrites = [rewrite for rewrite in model.rewrites if plan.enabled(rewrite.name)]
         self.paused = 0
+        self.called = False
         self._forward: FusedForward | None = None
 
     def install(self, pipe: Any) -> None:
@@ -77,6 +78,7 @@ class Session:
         """One forward: fused where it may, else stock with the reason counted."""
         if self.paused:
             return stock(*args, **kwargs)
+        self.called = True
         reason = self._why_stock(args, kwargs)
         if reason is not None:
             self.counters.all_fell_back(self._names(), reason)

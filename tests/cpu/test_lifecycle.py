@@ -538,13 +538,6 @@ def test_changed_forward_signature_is_refused_with_the_version(monkeypatch: pyte
         fusedit.accelerate(flux_pipe())
 
 
-def test_float16_vae_is_refused() -> None:
-    pipe = flux_pipe()
-    pipe.vae.to(torch.float16)
-    with pytest.raises(UnsupportedPipelineError, match=r"vae\.decoder is in float16"):
-        fusedit.accelerate(pipe)
-
-
 def test_the_report_says_when_ops_run_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = fusedit.accelerate(flux_pipe())
     assert any("plain torch (no kernels for device type cpu)" in note for note in handle.report().notes)

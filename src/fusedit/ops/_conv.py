@@ -31,9 +31,9 @@ def reference(
 
 
 def check_epilogue(op: str, x: Tensor, K: int, bias: Any, residual: Any, shape: tuple[int, ...], act: Any) -> None:
-    """bias[K], residual like the result, and the name of an activation."""
+    """bias[K] of any dtype, residual like the result, and the name of an activation."""
     if bias is not None:
-        _check.like(op, "bias", bias, x, (K,))
+        _check.vector(op, "bias", bias, x, (K,), "K")
     if residual is not None:
         _check.activation(op, "residual", residual, "NKHW")
         _check.like(op, "residual", residual, x, shape)

@@ -52,11 +52,12 @@ def _direct(
     BN: tl.constexpr,
     BK: tl.constexpr,
     VEC: tl.constexpr,
+    OUT: tl.constexpr,
     ACT: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ) -> None:
-    """y[p, :] of BM pixels and BN outputs; steps of x, residual and y are in units of VEC, but for x_c."""
+    """y[p, :] of BM pixels and BN outputs; steps of x are in units of VEC but for x_c, of residual and y of OUT."""
     columns = tl.program_id(0) * BN + tl.arange(0, BN)  # all outputs of a pixel beside each other: x stays in L2
     p = tl.program_id(1) * BM + tl.arange(0, BM)
     n = (p // (H * W)).to(tl.int64)
@@ -79,13 +80,13 @@ def _direct(
                 x = tl.load(rows[:, None] + (lane * x_c)[None, :], mask=inside, other=0.0)
         else:
             j = k + lane
-            tap = j // C
-            up = h[:, None] + (tap // R - R // 2)[None, :]
-            left = w[:, None] + (tap % R - R // 2)[None, :]
+            down, right = j // C // R - R // 2, j // C % R - R // 2
+            up, left = h[:, None] + down[None, :], w[:, None] + right[None, :]
             inside = (p < P)[:, None] & (j < R * R * C)[None, :]
             inside &= (up >= 0) & (up < H) & (left >= 0) & (left < W)
-            places = at[:, None] + (up.to(tl.int64) * x_h + left.to(tl.int64) * x_w) * VEC + (j % C * x_c)[None, :]
-            x = tl.load(places, mask=inside, other=0.0)
+            rows = at + (h.to(tl.int64) * x_h + w.to(tl.int64) * x_w) * VEC
+            moved = (down.to(tl.int64) * x_h + right.to(tl.int64) * x_w) * VEC + j % C * x_c
+            x = tl.load(rows[:, None] + moved[None, :], mask=inside, other=0.0)
         j = k + lane
         mask = (j < R * R * C)[:, None] & (columns < K)[None, :]
         weight = tl.load(weight_ptr + columns[None, :] * (R * R * C) + j[:, None], mask=mask, other=0.0)
@@ -95,12 +96,12 @@ def _direct(
     acc = activate(acc, ACT)
     mask = (p < P)[:, None] & (columns < K)[None, :]
     if RESIDUAL:
-        from_ = residual_ptr + (n * residual_n + h.to(tl.int64) * residual_h + w.to(tl.int64) * residual_w) * VEC
-        if VEC > 1:
+        from_ = residual_ptr + (n * residual_n + h.to(tl.int64) * residual_h + w.to(tl.int64) * residual_w) * OUT
+        if OUT > 1:
             from_ = tl.multiple_of(from_, 16)
         acc += tl.load(from_[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    to = y_ptr + (n * y_n + h.to(tl.int64) * y_h + w.to(tl.int64) * y_w) * VEC
-    if VEC > 1:
+    to = y_ptr + (n * y_n + h.to(tl.int64) * y_h + w.to(tl.int64) * y_w) * OUT
+    if OUT > 1:
         to = tl.multiple_of(to, 16)
     tl.store(to[:, None] + columns[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -217,8 +218,9 @@ def direct(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     N, C, H, W = x.shape
     K, _, R, _ = weight.shape
     blocks = _blocks(C, K, R, x.dtype)
-    vec = _vector(*(t for t in (x, residual, y) if t is not None)) if C % blocks["BK"] == 0 else 1
+    vec = _vector(x) if C % blocks["BK"] == 0 else 1
     other = y if residual is None else residual
+    wide = _vector(other, y) if K % 8 == 0 else 1
     _direct[(cdiv(K, blocks["BN"]), cdiv(N * H * W, blocks["BM"]))](
         x,
         rows_of(weight),
@@ -230,13 +232,14 @@ def direct(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
         W,
         *_pixels(x, vec),
         x.stride(1),
-        *_pixels(other, vec),
-        *_pixels(y, vec),
+        *_pixels(other, wide),
+        *_pixels(y, wide),
         C=C,
         K=K,
         R=R,
         **blocks,
         VEC=vec,
+        OUT=wide,
         ACT=ACTIVATIONS.index(act),
         BIAS=bias is not None,
         RESIDUAL=residual is not None,
@@ -289,7 +292,7 @@ def builds() -> list[Build]:
     made = []
     for name, C, K, vec in (("wide-bf16", 512, 512, 8), ("first-bf16", 3, 128, 1)):
         types = dict.fromkeys(pointers, "*bf16")
-        flags = {"VEC": vec, "ACT": 0, "BIAS": True, "RESIDUAL": vec > 1}
+        flags = {"VEC": vec, "OUT": 8, "ACT": 0, "BIAS": True, "RESIDUAL": vec > 1}
         blocks = _blocks(C, K, 3, torch.bfloat16)
         constexprs = {"C": C, "K": K, "R": 3, **blocks, **flags}
         made.append(Build.of(name, _direct, types, constexprs, _warps(blocks), "no-spill"))

@@ -25,10 +25,10 @@ from fusedit.ops._op import Build
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor
-_TILES: Final = (4096, 2048)
+_TILES: Final = (2048, 4096)
 """Elements that a program reads at once, without and with a residual."""
-_STAGES: Final = 1
-_LOOPS: Final = 4
+_STAGES: Final = 3
+_LOOPS: Final = 8
 _PARTS: Final = 1024
 
 

@@ -6,8 +6,8 @@ B batch, S queries, T keys, H heads, D head size; scale None: D^-0.5. q, k, v an
 the result is dense [B,S,H,D], so that flatten(2) copies nothing. Softmax and accumulation in fp32 inside the library
 kernels. An item none of whose keys counts gets zeros, as from torch's scaled_dot_product_attention.
 
-Order on CUDA: products (for head sizes above 256, two products and a softmax), cuDNN (compute capability 9.0 and newer),
-flash, memory-efficient, mathematical; each by its own aten entry point. A backend is passed over where it cannot take
+Order on CUDA: products (two and a softmax, for head sizes above 256), cuDNN (compute capability 9.0 and newer), flash,
+memory-efficient, mathematical; each by its own aten entry point. A backend is passed over where it cannot take
 the call, where torch.backends.cuda has it switched off, or where it once failed for these sizes;
 `attention.backend(...)` says which one serves and why no earlier one does, and `attention.ran` counts. On any other
 device: torch's scaled_dot_product_attention.

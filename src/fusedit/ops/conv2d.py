@@ -3,7 +3,7 @@
     y[n,k,h,w] = act(bias[k] + sum_{c,r,s} x[n, c, h + r - R//2, w + s - R//2] weight[k,c,r,s]) + residual[n,k,h,w]
 
 N pictures, C input and K output channels, H, W pixels, R x R taps; x counts as 0 outside. act: `none`, `silu`, `relu`.
-x, weight, bias, residual, y of one dtype; sums in fp32; on the own kernels rounded once, after the residual.
+x, weight, residual, y of one dtype, bias of any; sums in fp32; on the own kernels rounded once, after the residual.
 Who serves a call is asked with `conv2d.backend(...)`; tables by compute capability and shape, from measurements:
 - `library`: cuDNN, then bias, activation and residual in one pass of ours (torch's own bias is a pass for itself).
 - `tma`: an implicit product on Hopper, tiles by TMA, everything in its epilogue (_conv_tma.py).
@@ -155,6 +155,7 @@ CASES = (
     Case("odd-channels", (*_args(1, 35, 5, 5, 13), T((13,)), T((1, 13, 5, 5))), ("small", "odd")),
     Case("transposed", (*_args(1, 32, 5, 6, 24, 3, "transposed"), _B), ("small", "strided")),
     Case("offset", (*_args(1, 32, 5, 6, 24, 3, "offset"), _B), ("small", "strided")),
+    Case("fp32-bias", (*_args(1, 32, 5, 6, 24), T((24,), dtype=torch.float32)), ("small", "mixed")),
     Case("one-pixel", (*_args(3, 32, 1, 1, 24), _B), ("small", "odd")),
     Case("empty", (*_args(0, 32, 4, 4, 24), _B), ("small", "empty")),
     *(
@@ -199,7 +200,7 @@ def conv2d(
     name = choose(x, weight, bias, residual, activation).name
     conv2d.ran[name] += 1
     if name == "plain":
-        return plain(x, weight, bias, residual, activation, out=out)
+        return conv2d.unchecked(x, weight, bias, residual, activation, out=out)
     if name == "library":
         made = F.conv2d(_conv.dense(x), weight, padding=weight.shape[-1] // 2)
         if bias is None and residual is None and activation == "none":

@@ -2,9 +2,9 @@
 
     u[T i + j, k, c] = sum_{r,s} G[i,r] weight[k,c,r,s] G[j,s],  T = tile + 2
 
-weight[K, C, 3, 3] and u[T T, K, C] fp16, bf16 or fp32, any strides; all in fp32 (fp64 for fp64), rounded once. Done once
-a weight, not at every step. `tile` 2 is F(2 x 2, 3 x 3) with T = 4, `tile` 4 is F(4 x 4, 3 x 3) with T = 6: the outputs
-of one tile. Rounding u is one of the two errors that Winograd adds to a direct convolution in half precision.
+weight[K, C, 3, 3] and u[T T, K, C] fp16, bf16 or fp32, any strides; all in fp32 (fp64 for fp64), rounded once. Done
+once a weight, not at every call. `tile` is the side of a square of outputs: 2 for F(2x2,3x3), 4 for F(4x4,3x3).
+Rounding u is one of the two errors that Winograd adds to a direct convolution in half precision.
 Bytes: weight read and u written, (9 + T T) K C itemsize. FLOPs: 6 T (3 + T) K C. Exactness: reordered.
 Source: Lavin and Gray 2015, Fast Algorithms for Convolutional Neural Networks, section 4; Winograd 1980.
 """
@@ -35,6 +35,23 @@ G: Final[Mapping[int, tuple[tuple[float, ...], ...]]] = {
     ),
 }
 """By tile: interpolation at the points 0, 1, -1 (2, -2) and infinity."""
+B: Final[Mapping[int, tuple[tuple[float, ...], ...]]] = {
+    2: ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1)),
+    4: (
+        (4, 0, -5, 0, 1, 0),
+        (0, -4, -4, 1, 1, 0),
+        (0, 4, -4, -1, 1, 0),
+        (0, -2, -1, 2, 1, 0),
+        (0, 2, -1, -2, 1, 0),
+        (0, 4, 0, -5, 0, 1),
+    ),
+}
+"""B^T, which winograd_conv2d applies to its input."""
+A: Final[Mapping[int, tuple[tuple[float, ...], ...]]] = {
+    2: ((1, 1, 1, 0), (0, 1, -1, -1)),
+    4: ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)),
+}
+"""A^T, for its output."""
 
 
 def reference(weight: Tensor, tile: int = 2) -> Tensor:
@@ -94,7 +111,7 @@ def _kernel(
     w: tl.tuple = ()
     for r in tl.static_range(3):
         for s in tl.static_range(3):
-            w = w + (tl.load(source + r * r_step + s * s_step, mask=mask, other=0.0).to(tl.float32),)
+            w += (tl.load(source + r * r_step + s * s_step, mask=mask, other=0.0).to(tl.float32),)
     plane = K.to(tl.int64) * C
     for i in tl.static_range(TAPS):
         a = _three(w[0], w[3], w[6], G, i)

@@ -1,0 +1,247 @@
+"""What the fused encoder and decoder of a VAE share: residual blocks and attention on channels_last memory.
+
+On a GPU a convolution leaves its bias to whoever reads its result next: GroupNorm, which moves its means by it, or the
+addition of the residual, which happens in the pass that takes the next GroupNorm's statistics. `Sum` is such a result.
+
+Letters: N pictures, C channels, H and W rows and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedit import ops
+from fusedit.models._model import FusedModel, Rewrite
+from fusedit.plan import Plan
+from fusedit.runtime.counters import Counters
+from fusedit.runtime.inspect_module import offload_hook
+from fusedit.runtime.linear import linear
+
+Tensor = torch.Tensor
+CONVERSIONS: Final = "conversions between NCHW and channels_last"
+WIDENED: Final = "float16 weights computed in float32, since float16 overflows to black pictures"
+
+
+class Sum(NamedTuple):
+    """x + bias + residual, not added yet; bias[C] of any dtype."""
+
+    x: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+
+
+def rewrites(name: str, whole: str) -> tuple[Rewrite, ...]:
+    """Those that encoder and decoder share, under this name."""
+    return (
+        Rewrite(f"{name}.channels_last", "reordered", f"the whole {whole} on channels_last memory"),
+        Rewrite(f"{name}.conv2d", "reordered", "convolutions 3x3 and 1x1, bias and residual in one pass behind them"),
+        Rewrite(f"{name}.group_norm_silu", "reordered", "GroupNorm and SiLU as one op"),
+        Rewrite(f"{name}.residual_norm", "reordered", "residual, GroupNorm and SiLU as one op"),
+        Rewrite(f"{name}.attention", "reordered", "attention of the middle block by the fastest kernels"),
+    )
+
+
+class VaeModel(FusedModel):
+    """Base of the two; `name` is what their rewrites begin with."""
+
+    name: ClassVar[str]
+    denoiser = False
+
+    def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
+        super().__init__(module, plan, counters)
+        self.norm = self.site(f"{self.name}.group_norm_silu", ops.group_norm_silu)
+        self.convolve = self.site(f"{self.name}.conv2d", ops.conv2d)
+        self.attention = self.site(f"{self.name}.attention", ops.attention)
+        self.residual_norm = self.site(f"{self.name}.residual_norm", ops.residual_group_norm_silu)
+
+    def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        m: Any = self.module
+        sample = args[0] if args else kwargs.get("sample")
+        if not isinstance(sample, Tensor) or sample.ndim != 4:
+            return f"the input has {getattr(sample, 'ndim', 'no')} dimensions, not 4"
+        from diffusers.models.attention_processor import AttnProcessor2_0
+
+        for attn in m.mid_block.attentions:
+            if attn is not None and type(attn.processor) is not AttnProcessor2_0:
+                return f"attention processor {type(attn.processor).__name__}"
+        if sample.dtype == torch.float16 and any(type(child).__module__.startswith("peft.") for child in m.modules()):
+            return "float16 with a LoRA layer, which cannot be widened"
+        return None
+
+    def run(self, sample: Tensor, body: Callable[[Tensor], Tensor]) -> Tensor:
+        """`body` on the sample as channels_last memory, in float32 where the sample is float16; the result as stock
+        gives it, dense and in the sample's dtype."""
+        m, half = self.module, sample.dtype == torch.float16
+        if half:
+            self.counters.event(WIDENED)
+
+        def step(tensors: tuple[Tensor, ...]) -> Tensor:
+            (x,) = tensors
+            if self.plan.enabled(f"{self.name}.channels_last"):
+                self.counters.ran(f"{self.name}.channels_last")
+                self.counters.event(CONVERSIONS)
+                x = ops.nchw_to_nhwc(x)
+            y = body(x.float() if half else x)
+            if not y.is_contiguous():
+                self.counters.event(CONVERSIONS)
+                y = ops.nhwc_to_nchw(y)
+            return y.to(sample.dtype)
+
+        refused = "weights move between calls (offload)" if offload_hook(m) else ""
+        return self.graphs.run((), m, (sample,), step, refused)
+
+    # -- layers ------------------------------------------------------------------------------------------------------
+
+    def weights(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a layer in the dtype that x has."""
+        weight, bias = layer.weight, layer.bias
+        if weight.dtype == torch.float16 and x.dtype == torch.float32:
+            return weight.float(), None if bias is None else bias.float()
+        return weight, bias
+
+    def conv(self, layer: Any, x: Tensor) -> Sum:
+        """A convolution with stride 1; on a GPU its bias is left to the next op."""
+        if type(layer) is not nn.Conv2d:  # a LoRA layer
+            return Sum(layer(x))
+        weight, bias = self.weights(layer, x)
+        if x.is_cuda:
+            return Sum(self.convolve(x, weight), bias)
+        return Sum(self.convolve(x, weight, bias))
+
+    def whole_conv(self, layer: Any, x: Tensor, **more: Any) -> Tensor:
+        """A convolution with its bias, and a residual where one is given."""
+        if type(layer) is not nn.Conv2d:
+            return added(Sum(layer(x), None, more.get("residual")), more.get("out"))
+        weight, bias = self.weights(layer, x)
+        y: Tensor = self.convolve(x, weight, bias, **more)
+        return y
+
+    def normed(self, norm: nn.GroupNorm, s: Sum, silu: bool = True) -> tuple[Sum, Tensor]:
+        """What the sum came to, as far as it had to be added, and its norm."""
+        weight, bias = self.weights(norm, s.x)
+        options = (weight, bias, norm.num_groups, norm.eps, silu)
+        if s.residual is None:
+            return s, self.norm(s.x, *options, s.bias)
+        if self.plan.enabled(f"{self.name}.residual_norm"):
+            out = (s.x, torch.empty_like(s.x)) if s.x.is_cuda else None
+            x, n = self.residual_norm(s.x, s.residual, *options, s.bias, out=out)
+            return Sum(x), n
+        x = added(s)
+        return Sum(x), self.norm(x, *options)
+
+    def resnet(self, block: Any, s: Sum) -> Sum:
+        s, h = self.normed(block.norm1, s)
+        _, h = self.normed(block.norm2, self.conv(block.conv1, h))
+        h, bias, _ = self.conv(block.conv2, h)
+        x, residual_bias = self.shortcut(block, s)
+        return Sum(h, _total(bias, residual_bias), x)
+
+    def last_resnet(self, block: Any, s: Sum, out: Tensor | None = None) -> Tensor:
+        """A residual block whose result no GroupNorm reads: everything is added behind its last convolution."""
+        s, h = self.normed(block.norm1, s)
+        _, h = self.normed(block.norm2, self.conv(block.conv1, h))
+        x, residual_bias = self.shortcut(block, s)
+        if not h.is_cuda or type(block.conv2) is not nn.Conv2d:
+            h, bias, _ = self.conv(block.conv2, h)
+            return added(Sum(h, _total(bias, residual_bias), x), out)
+        weight, bias = self.weights(block.conv2, h)
+        y: Tensor = self.convolve(h, weight, _total(bias, residual_bias), x, out=x if out is None else out)
+        return y
+
+    def shortcut(self, block: Any, s: Sum) -> tuple[Tensor, Tensor | None]:
+        """The block's residual, and what is still to be added to it."""
+        if block.conv_shortcut is None:
+            return s.x, s.bias
+        y, bias, _ = self.conv(block.conv_shortcut, s.x if s.bias is None else _shifted(block.conv_shortcut, s))
+        if s.bias is not None and type(block.conv_shortcut) is nn.Conv2d:  # one pixel, so the bias goes through it
+            weight, _ = self.weights(block.conv_shortcut, s.x)
+            bias = _total(bias, weight[:, :, 0, 0].float() @ s.bias.float())
+        return y, bias
+
+    def attend(self, attn: Any, s: Sum) -> Sum:
+        s, n = self.normed(attn.group_norm, s, silu=False)
+        n = n.permute(0, 2, 3, 1).flatten(1, 2)
+        heads = (*n.shape[:2], attn.heads, -1)
+        q, k, v = (self.product(layer, n).view(heads) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        y = self.product(attn.to_out[0], self.attention(q, k, v).flatten(2))
+        return Sum(y.view(s.x.shape[0], *s.x.shape[2:], -1).permute(0, 3, 1, 2), s.bias, s.x)
+
+    def product(self, layer: Any, x: Tensor) -> Tensor:
+        if type(layer) is nn.Linear and layer.weight.dtype != x.dtype:
+            return F.linear(x, *self.weights(layer, x))
+        return linear(layer, x)
+
+    def middle(self, block: Any, s: Sum) -> Sum:
+        s = self.resnet(block.resnets[0], s)
+        for attn, resnet in zip(block.attentions, list(block.resnets)[1:], strict=True):
+            s = self.resnet(resnet, s if attn is None else self.attend(attn, s))
+        return s
+
+
+def added(s: Sum, out: Tensor | None = None) -> Tensor:
+    """The sum, in place of its first term unless `out` is given."""
+    x = s.x if out is None else out.copy_(s.x)
+    for term in (None if s.bias is None else s.bias.to(x.dtype)[:, None, None], s.residual):
+        if term is not None:
+            x.add_(term)
+    return x
+
+
+def _total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a.float() + b.float()
+
+
+def _shifted(layer: Any, s: Sum) -> Tensor:
+    """What a shortcut reads: x, whose bias goes through the convolution apart, but for a LoRA layer."""
+    assert s.bias is not None
+    return s.x if type(layer) is nn.Conv2d else s.x + s.bias.to(s.x.dtype)[:, None, None]
+
+
+def block_reason(block: Any) -> str | None:
+    """Why a residual block cannot be served."""
+    if type(block).__name__ != "ResnetBlock2D":
+        return f"residual block {type(block).__name__}"
+    if type(block.nonlinearity) is not nn.SiLU:
+        return f"activation {type(block.nonlinearity).__name__} instead of SiLU"
+    if block.time_emb_proj is not None or block.upsample is not None or block.downsample is not None:
+        return "a residual block with a time embedding or resampling"
+    if block.output_scale_factor != 1:
+        return f"output_scale_factor {block.output_scale_factor}"
+    return None
+
+
+def shared_reason(module: Any, blocks: Any, kind: str) -> str | None:
+    """Why an encoder or decoder with these up or down blocks cannot be served."""
+    if type(module.conv_norm_out) is not nn.GroupNorm:
+        return f"norm {type(module.conv_norm_out).__name__} instead of GroupNorm"
+    if type(module.mid_block).__name__ != "UNetMidBlock2D":
+        return f"middle block {type(module.mid_block).__name__}"
+    for block in blocks:
+        if type(block).__name__ != kind:
+            return f"{'up' if kind.startswith('Up') else 'down'} block {type(block).__name__}"
+    for resnet in (*module.mid_block.resnets, *(resnet for block in blocks for resnet in block.resnets)):
+        reason = block_reason(resnet)
+        if reason is not None:
+            return reason
+    return None
+
+
+def plain_conv(conv: Any, stride: int, padding: int) -> bool:
+    """Whether this is a 3x3 convolution as VAEs resample with, or a LoRA layer around one."""
+    conv = getattr(conv, "base_layer", conv)
+    return (
+        isinstance(conv, nn.Conv2d)
+        and conv.kernel_size == (3, 3)
+        and conv.padding == (padding, padding)
+        and conv.stride == (stride, stride)
+        and conv.dilation == (1, 1)
+        and conv.groups == 1
+        and conv.padding_mode == "zeros"
+    )
