@@ -54,6 +54,7 @@ They need one CUDA GPU. A plan that does not fit into its memory gets a row that
 """
 MORE: Final = {
     "vae": "    python -m benchmarks vae --json FILE           # decode and encode of the VAE alone\n",
+    "layouts": "    python -m benchmarks layouts --json FILE       # what memory layouts cost and bring\n",
     "convolutions": "    python -m benchmarks convolutions --json FILE  # each of its convolutions\n",
 }
 """Commands that the page names once it shows rows of theirs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from benchmarks.cells import NONE, check, number, run_of, section
+from benchmarks.cells import NONE, check, errors, number, run_of, section
 from benchmarks.newest import Entry, Newest, grouped
 from benchmarks.results import Row
 from benchmarks.sections import timed_as
@@ -27,6 +27,12 @@ Each convolution of FLUX's VAE alone, bf16, channels_last, on arguments that do 
 fastest of those whose check is green. `cudnn` has no bias and `cudnn+bias` adds it in a second kernel; the others add
 it in their own. **errors**: relative L2 against fp32 in the order of the columns; the check is the house rule, at most
 twice that of `cudnn` in bf16.
+"""
+LAYOUTS: Final = """\
+The same arithmetic on the same values, bf16, as they lie in memory one way or another, on arguments that do not lie in
+the cache. **computed by**: torch and its libraries, one of the ops, or a kernel that reads both layouts alike.
+**error**: relative L2 against fp32, and after the slash that of the first of its kind. **check**: green where the
+former is at most 5 % above the latter.
 """
 PLANS: Final = ("cudnn", "cudnn+bias", "triton", "winograd-2", "winograd-4")
 
@@ -79,15 +85,16 @@ def _error(value: Any) -> str:
 
 
 def layouts(newest: Newest, entries: list[Entry]) -> str:
-    text = "The same arithmetic on the same values as they lie in memory one way or another, bf16.\n"
     rows = [
         [
-            *(entry.row.model, entry.row.size, entry.row.plan),
+            *(entry.row.model, entry.row.size, entry.row.plan, entry.row.variant or NONE),
             entry.row.error or number(entry.row.ms, 4),
+            errors(entry.row.rel_error, entry.row.stock_rel_error),
             check(entry.row.correct),
             run_of(newest, entry),
         ]
         for group in grouped(entries)
         for entry in group
     ]
-    return section("Memory layouts", text, ["what", "shape", "layout", "ms", "check", "run"], rows)
+    heads = ["what", "shape", "layout", "computed by", "ms", "error", "check", "run"]
+    return section("Memory layouts", LAYOUTS, heads, rows)

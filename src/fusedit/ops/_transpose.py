@@ -57,7 +57,7 @@ def _places(
         base += ((h // 8).to(tl.int64) * down + (h % 8).to(tl.int64) * row + block.to(tl.int64) * channel) * VEC
         if VEC > 1:
             base = tl.multiple_of(base, 16)
-        return base + (((p // 8).to(tl.int64) * right + (p % 8) * pixel) * VEC)[None, :] + within[:, None]
+        return base + (((p // 8).to(tl.int64) * right + (p % 8).to(tl.int64) * pixel) * VEC)[None, :] + within[:, None]
     base += h.to(tl.int64) * row * VEC
     if VEC > 1:
         base = tl.multiple_of(base, 16)

@@ -144,22 +144,23 @@ def limit(weight: Tensor, tile: int = 2) -> str:
     return f"{K} x {C} channels are too many" if max(K, C, -(-K // 4) * -(-C // 64)) > 2**31 - 65 else ""
 
 
-def _args(K: int, C: int, tile: int, layout: str = "dense") -> tuple[Any, ...]:
-    return (T((K, C, 3, 3), layout, std=(9 * C) ** -0.5), tile)
+def _case(name: str, K: int, C: int, tile: int, *tags: str, layout: str = "dense") -> Case:
+    kwargs = () if tile == 2 else (("tile", tile),)
+    return Case(name, (T((K, C, 3, 3), layout, std=(9 * C) ** -0.5),), tags or ("small",), kwargs)
 
 
 CASES = (
-    Case("small", _args(6, 16, 2)),
-    Case("tile-4", _args(6, 16, 4)),
-    Case("odd", _args(5, 67, 2), ("small", "odd")),
-    Case("odd-4", _args(3, 1, 4), ("small", "odd")),
-    Case("channels-last", _args(6, 16, 2, "channels_last"), ("small", "strided")),
-    Case("transposed", _args(6, 16, 4, "transposed"), ("small", "strided")),
-    Case("inside", _args(6, 16, 2, "inside"), ("small", "strided")),
-    Case("gapped", _args(6, 16, 4, "gapped"), ("small", "strided")),
-    Case("empty", _args(0, 16, 2), ("small", "empty")),
-    Case("vae-512", _args(512, 512, 2), ("real",)),
-    Case("vae-128-4", _args(128, 128, 4, "channels_last"), ("real",)),
+    _case("small", 6, 16, 2),
+    _case("tile-4", 6, 16, 4),
+    _case("odd", 5, 67, 2, "small", "odd"),
+    _case("odd-4", 3, 1, 4, "small", "odd"),
+    _case("channels-last", 6, 16, 2, "small", "strided", layout="channels_last"),
+    _case("transposed", 6, 16, 4, "small", "strided", layout="transposed"),
+    _case("inside", 6, 16, 2, "small", "strided", layout="inside"),
+    _case("gapped", 6, 16, 4, "small", "strided", layout="gapped"),
+    _case("empty", 0, 16, 2, "small", "empty"),
+    _case("vae-512", 512, 512, 2, "real"),
+    _case("vae-128-4", 128, 128, 4, "real", layout="channels_last"),
 )
 
 

@@ -160,7 +160,15 @@ def test_every_benchmark_has_its_section() -> None:
     assert "| swiglu | z-image | 0.1000 | 0.3000 | 3.00x | 3.50 TB/s | 84 % | green | 1 |" in text
     assert "4.17 TB/s" in text
     assert "## other\n" in text
-    for word in ("## ceiling", "## VAE", "## Convolutions", "## Memory layouts", "benchmarks vae", "convolutions"):
+    for word in (
+        "## ceiling",
+        "## VAE",
+        "## Convolutions",
+        "## Memory layouts",
+        "benchmarks vae",
+        "convolutions",
+        "layouts",
+    ):
         assert word not in text, word
 
 
@@ -210,13 +218,18 @@ def test_layers_of_two_runs_are_not_compared() -> None:
 
 def test_layouts_have_their_section() -> None:
     found = [
-        Row("layouts", "GroupNorm", "1x512x128x128", 1, plan, ms=ms) for plan, ms in (("nchw", 0.5), ("nhwc", 0.1))
+        Row("layouts", "conv 3x3", "128@512x512", 1, plan, variant, ms=ms)
+        for plan, variant, ms in (("nchw", "torch", 0.5), ("nhwc", "torch", 0.2), ("nhwc", "own-32", 0.1))
     ]
-    found.append(Row("layouts", "GroupNorm", "1x512x256x256", 1, "nhwc", error="out of memory"))
+    for row, error in zip(found, (0.002, 0.002, 0.02), strict=True):
+        row.judge(error, 0.002)
+    found.append(Row("layouts", "conv 3x3", "128@256x256", 1, "nhwc", "torch", error="out of memory"))
     text = pages([run("a.json", *found)])["performance.md"]
     assert "## Memory layouts" in text
-    assert "| GroupNorm | 1x512x128x128 | nhwc | 0.1000 | not checked | 1 |" in text
-    assert "| out of memory |" in line(text, "1x512x256x256")
+    assert "| conv 3x3 | 128@512x512 | nhwc | torch | 0.2000 | 0.0020 / 0.0020 | green | 1 |" in text
+    assert "| conv 3x3 | 128@512x512 | nhwc | own-32 | 0.1000 | 0.0200 / 0.0020 | **red** | 1 |" in text
+    assert "| out of memory |" in line(text, "128@256x256")
+    assert "python -m benchmarks layouts --json FILE" in text
 
 
 def test_a_red_op_has_no_ratio() -> None:
