@@ -8,7 +8,8 @@ Letters: N pictures, C channels, H and W rows and columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ class Sum(NamedTuple):
     x: Tensor
     bias: Tensor | None = None
     residual: Tensor | None = None
+
+
+Stage = Callable[[Sum], Sum]
 
 
 def rewrites(name: str, whole: str) -> tuple[Rewrite, ...]:
@@ -73,9 +77,13 @@ class VaeModel(FusedModel):
             return "float16 with a LoRA layer, which cannot be widened"
         return None
 
-    def run(self, sample: Tensor, body: Callable[[Tensor], Tensor]) -> Tensor:
-        """`body` on the sample as channels_last memory, in float32 where the sample is float16; the result as stock
-        gives it, dense and in the sample's dtype."""
+    @abstractmethod
+    def stages(self) -> Iterator[tuple[str, Stage]]:
+        """The forward in pieces, by the names of the stock modules they stand for."""
+
+    def run(self, sample: Tensor) -> Tensor:
+        """All stages, on channels_last memory, in float32 where the sample is float16; the result as stock gives it,
+        dense and in the sample's dtype."""
         m, half = self.module, sample.dtype == torch.float16
         if half:
             self.counters.event(WIDENED)
@@ -86,7 +94,10 @@ class VaeModel(FusedModel):
                 self.counters.ran(f"{self.name}.channels_last")
                 self.counters.event(CONVERSIONS)
                 x = ops.nchw_to_nhwc(x)
-            y = body(x.float() if half else x)
+            s = Sum(x.float() if half else x)
+            for _, stage in self.stages():
+                s = stage(s)
+            y = s.x
             if not y.is_contiguous():
                 self.counters.event(CONVERSIONS)
                 y = ops.nhwc_to_nchw(y)
@@ -180,6 +191,10 @@ class VaeModel(FusedModel):
         if type(layer) is nn.Linear and layer.weight.dtype != x.dtype:
             return F.linear(x, *self.weights(layer, x))
         return linear(layer, x)
+
+    def last(self, m: Any, s: Sum) -> Sum:
+        """The norm and the convolution at the end of encoder or decoder."""
+        return Sum(self.whole_conv(m.conv_out, self.normed(m.conv_norm_out, s)[1]))
 
     def middle(self, block: Any, s: Sum) -> Sum:
         s = self.resnet(block.resnets[0], s)

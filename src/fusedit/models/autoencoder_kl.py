@@ -10,6 +10,8 @@ Letters: N pictures, C channels, H and W rows and columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 
 from fusedit import ops
 from fusedit.models._model import Rewrite
-from fusedit.models._vae import Sum, VaeModel, added, plain_conv, rewrites, shared_reason
+from fusedit.models._vae import Stage, Sum, VaeModel, added, plain_conv, rewrites, shared_reason
 from fusedit.models.flux import Flux
 from fusedit.models.z_image import ZImage
 from fusedit.plan import Plan
@@ -72,24 +74,27 @@ class AutoencoderKL(VaeModel):
 
     def forward(self, sample: torch.Tensor, latent_embeds: None = None) -> torch.Tensor:  # noqa: ARG002
         """Latents [N, C, H, W] -> pictures; see diffusers' Decoder.forward."""
-        return self.run(sample, self._decoded)
+        return self.run(sample)
 
-    def _decoded(self, x: torch.Tensor) -> torch.Tensor:
+    def stages(self) -> Iterator[tuple[str, Stage]]:
         m: Any = self.module
-        s = self.middle(m.mid_block, Sum(self.whole_conv(m.conv_in, x)))
-        for block in m.up_blocks:
-            *resnets, last = block.resnets
-            for resnet in resnets:
-                s = self.resnet(resnet, s)
-            upsamplers = list(block.upsamplers or ())
-            if not upsamplers:
-                s = self.resnet(last, s)
-                continue
-            s = self._doubled(upsamplers[0].conv, self.last_resnet(last, s))
-            for up in upsamplers[1:]:
-                s = self._doubled(up.conv, added(s))
-        _, n = self.normed(m.conv_norm_out, s)
-        return self.whole_conv(m.conv_out, n)
+        yield "conv_in", lambda s: Sum(self.whole_conv(m.conv_in, s.x))
+        yield "mid_block", lambda s: self.middle(m.mid_block, s)
+        for place, block in enumerate(m.up_blocks):
+            yield f"up_blocks.{place}", partial(self._up, block)
+        yield "conv_out", lambda s: self.last(m, s)
+
+    def _up(self, block: Any, s: Sum) -> Sum:
+        *resnets, last = block.resnets
+        for resnet in resnets:
+            s = self.resnet(resnet, s)
+        upsamplers = list(block.upsamplers or ())
+        if not upsamplers:
+            return self.resnet(last, s)
+        s = self._doubled(upsamplers[0].conv, self.last_resnet(last, s))
+        for up in upsamplers[1:]:
+            s = self._doubled(up.conv, added(s))
+        return s
 
     def _doubled(self, layer: Any, x: torch.Tensor) -> Sum:
         reason = _why_not_folded(layer, x) if self.plan.enabled(_UPSAMPLE) else "off"

@@ -8,13 +8,15 @@ Letters: N pictures, C channels, H and W rows and columns.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedit.models._vae import Sum, VaeModel, added, plain_conv, rewrites, shared_reason
+from fusedit.models._vae import Stage, Sum, VaeModel, added, plain_conv, rewrites, shared_reason
 from fusedit.models.flux import Flux
 from fusedit.models.z_image import ZImage
 
@@ -54,28 +56,30 @@ class AutoencoderKLEncoder(VaeModel):
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
         """Pictures [N, C, H, W] -> moments of the latents; see diffusers' Encoder.forward."""
-        return self.run(sample, self._encoded)
+        return self.run(sample)
 
-    def _encoded(self, x: torch.Tensor) -> torch.Tensor:
+    def stages(self) -> Iterator[tuple[str, Stage]]:
         m: Any = self.module
-        s = Sum(self.whole_conv(m.conv_in, x))
-        for block in m.down_blocks:
-            *resnets, last = block.resnets
-            for resnet in resnets:
-                s = self.resnet(resnet, s)
-            downsamplers = list(block.downsamplers or ())
-            if not downsamplers:
-                s = self.resnet(last, s)
-                continue
-            N, _, H, W = s.x.shape
-            padded = _with_zeros(s.x, (N, last.out_channels, H + 1, W + 1))
-            self.last_resnet(last, s, padded[:, :, :-1, :-1])
-            s = self._halved(downsamplers[0].conv, padded)
-            for down in downsamplers[1:]:
-                s = self._halved(down.conv, F.pad(added(s), (0, 1, 0, 1)))
-        s = self.middle(m.mid_block, s)
-        _, n = self.normed(m.conv_norm_out, s)
-        return self.whole_conv(m.conv_out, n)
+        yield "conv_in", lambda s: Sum(self.whole_conv(m.conv_in, s.x))
+        for place, block in enumerate(m.down_blocks):
+            yield f"down_blocks.{place}", partial(self._down, block)
+        yield "mid_block", lambda s: self.middle(m.mid_block, s)
+        yield "conv_out", lambda s: self.last(m, s)
+
+    def _down(self, block: Any, s: Sum) -> Sum:
+        *resnets, last = block.resnets
+        for resnet in resnets:
+            s = self.resnet(resnet, s)
+        downsamplers = list(block.downsamplers or ())
+        if not downsamplers:
+            return self.resnet(last, s)
+        N, _, H, W = s.x.shape
+        padded = _with_zeros(s.x, (N, last.out_channels, H + 1, W + 1))
+        self.last_resnet(last, s, padded[:, :, :-1, :-1])
+        s = self._halved(downsamplers[0].conv, padded)
+        for down in downsamplers[1:]:
+            s = self._halved(down.conv, F.pad(added(s), (0, 1, 0, 1)))
+        return s
 
     def _halved(self, layer: Any, padded: torch.Tensor) -> Sum:
         if type(layer) is not nn.Conv2d:  # a LoRA layer
