@@ -78,6 +78,8 @@ def choose(
         return Backend("plain", why or f"no kernels for device type {x.device.type}")
     if usable and x.dtype == torch.float64:
         usable, why = False, "no kernels for float64"
+    if _triton.INTERPRETING and x.dtype == torch.bfloat16:  # it would multiply the bit patterns, as whole numbers
+        return Backend("plain", "triton's interpreter cannot multiply bfloat16")
     if not usable:
         return Backend("library", why)
     if x.is_cuda and x.dtype == torch.float32:
@@ -163,7 +165,7 @@ CASES = (
     Case("empty", (*_args(0, 32, 4, 4, 24), _B), ("small", "empty")),
     *(
         Case(
-            f"vae-{layer.C}-{layer.K}-{layer.R}x{layer.R}",
+            f"vae-{layer.C}-{layer.K}-{layer.R}x{layer.R}-{512 // layer.scale}",
             _args(1, layer.C, 512 // layer.scale, 512 // layer.scale, layer.K, layer.R, "channels_last", T((layer.K,))),
             ("real",),
         )
@@ -203,7 +205,8 @@ def conv2d(
     name = choose(x, weight, bias, residual, activation).name
     conv2d.ran[name] += 1
     if name == "plain":
-        return conv2d.unchecked(x, weight, bias, residual, activation, out=out)
+        made = conv2d.unchecked(x, weight, bias, residual, activation, out=out)
+        return made if out is not None else made.contiguous(memory_format=torch.channels_last)
     if name == "library":
         made = F.conv2d(_conv.dense(x), weight, padding=weight.shape[-1] // 2)
         if bias is None and residual is None and activation == "none":

@@ -18,7 +18,7 @@ def small_cases() -> Iterator[str]:
         for case in op.cases:
             if "small" in case.tags:
                 yield from (f"{op.name}/{case.name}/{dtype}" for dtype in ("float32", "float16"))
-                if op.name in ("grouped_linear", "linear_gelu", "linear_swiglu"):
+                if op.name in ("conv2d", "grouped_linear", "linear_gelu", "linear_swiglu", "winograd_conv2d"):
                     yield f"{op.name}/{case.name}/bfloat16"
 
 
@@ -28,7 +28,10 @@ def test_interpreter_agrees_with_the_reference(interpreted: dict[str, Any], whic
     assert result["wrong"] == []
     if "empty" in which:
         assert result["ran"] == {}, "an empty input launched something"
-    elif not which.startswith(("attention/", "linear_gelu/", "linear_swiglu/")):  # a library's kernels
+    elif which.startswith("conv2d/"):
+        kernel = "gather" if any(name in which for name in ("last", "one-by-one")) else "direct"
+        assert set(result["ran"]) == {"plain" if which.endswith("bfloat16") else kernel}
+    elif not which.startswith(("attention/", "linear_gelu/", "linear_swiglu/", "upsample_conv2d/")):  # a library's
         # Triton's interpreter multiplies bfloat16 as whole numbers, so plain torch serves there.
         assert set(result["ran"]) == {"plain" if which.endswith("bfloat16") else "triton"}
 
@@ -77,6 +80,13 @@ def builds() -> Iterator[tuple[str, int]]:
                     yield f"{op.name}/{build.name}", capability
 
 
+# Ops whose output lies on no input, or on one in kernels of several passes, each of which reads before it writes.
+APART = (
+    *("attention", "conv2d", "group_norm_silu", "grouped_linear", "nchw_to_nhwc", "nhwc_to_nchw", "pack_tiles"),
+    *("qk_norm_rope", "residual_group_norm_silu", "upsample_conv2d", "winograd"),
+)
+
+
 def traits(which: str) -> frozenset[str]:
     name, build = which.split("/")
     return next(b.traits for b in ops.registry()[name].builds() if b.name == build)
@@ -90,8 +100,7 @@ def test_compiles_ahead_of_time(compiled: dict[str, Any], which: str, capability
         assert made["stack"] == 0
     # Where an output lies on an input, each thread must write only what it has read itself, or the value that is there.
     seen = {kind: {kept for k, kept in made["layouts"] if k == kind} for kind in ("load", "store")}
-    others = ("qk_norm_rope", "group_norm_silu", "grouped_linear", "nchw_to_nhwc", "nhwc_to_nchw", "pack_tiles")
-    if not which.startswith(others) and "descriptors" not in traits(which):
+    if not which.startswith(APART) and "descriptors" not in traits(which):
         assert seen["store"]
         assert seen["store"] <= seen["load"]
 

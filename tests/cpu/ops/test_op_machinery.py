@@ -38,7 +38,7 @@ def as_list(value: Any) -> list[torch.Tensor]:
 
 def test_registry_is_the_folder() -> None:
     assert sorted(f.stem for f in FOLDER.glob("[a-z]*.py")) == NAMES
-    assert len(NAMES) == 15
+    assert len(NAMES) == 24
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -405,7 +405,7 @@ def test_cost_takes_the_ops_own_arguments(name: str) -> None:
             cost = REGISTRY[name].cost(*args, **kwargs)
             assert cost.bytes > 0
             assert cost.flops > 0 or REGISTRY[name].exactness == "bitwise"  # copies
-    assert next(iter(inspect.signature(REGISTRY[name].reference).parameters)) in ("x", "q", "qkv", "a", "t")
+    assert next(iter(inspect.signature(REGISTRY[name].reference).parameters)) in ("x", "q", "qkv", "a", "t", "weight")
 
 
 # -- parts ---------------------------------------------------------------------------------------------------------

@@ -75,6 +75,13 @@ def stock(name: str, a: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (F.silu(a[0]) * a[1],)
     if name == "group_norm_silu":
         return (F.silu(F.group_norm(a[0], a[3], a[1], a[2], eps=1e-6)),)  # type: ignore[arg-type]
+    if name == "residual_group_norm_silu":
+        r = a[0] + a[1]
+        return r, F.silu(F.group_norm(r, a[4], a[2], a[3], eps=1e-6))  # type: ignore[arg-type]
+    if name == "conv2d":
+        return (F.silu(F.conv2d(*a[:3], padding=1)) + a[3],)
+    if name == "upsample_conv2d":
+        return (F.conv2d(F.interpolate(a[0], scale_factor=2.0, mode="nearest"), *a[1:], padding=1),)
     if name in ("nchw_to_nhwc", "nhwc_to_nchw", "pack_tiles", "unpack_tiles"):
         return (ops.registry()[name].reference(*a).to(a[0].dtype),)
     q, k, v = (t.transpose(1, 2) for t in a[:3])
