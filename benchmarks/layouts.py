@@ -35,7 +35,6 @@ from benchmarks.ops import MOST_CALLS, MOST_SETS, REPLAY_S, Timed, in_turn
 from benchmarks.results import Results, Row
 from benchmarks.sustained import spread_of
 from fusedit import ops
-from fusedit.ops import _conv
 from fusedit.ops._op import Cost
 
 Tensor = torch.Tensor
@@ -163,7 +162,7 @@ def cost(model: str, plan: str, a: Arguments) -> Cost:
         made = ops.group_norm_silu.cost(a.lying(plan), a.gain, a.bias, GROUPS)
         made = made._replace(flops=0)
     else:
-        made = _conv.cost(a.lying("nhwc"), a.weight)
+        made = ops.conv2d.cost(a.lying("nhwc"), a.weight)
     return made
 
 

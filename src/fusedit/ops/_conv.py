@@ -10,24 +10,13 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from fusedit.errors import OpError
 from fusedit.ops import _check
-from fusedit.ops._op import Cost, wide
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor
 ACTIVATIONS: Final = ("none", "silu", "relu")
-
-
-def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
-) -> Tensor:
-    x, weight, bias, residual = wide(x, weight, bias, residual)
-    y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
-    y = F.silu(y) if activation == "silu" else F.relu(y) if activation == "relu" else y
-    return y if residual is None else y + residual
 
 
 def check_epilogue(op: str, x: Tensor, K: int, bias: Any, residual: Any, shape: tuple[int, ...], act: Any) -> None:
@@ -55,14 +44,6 @@ def check(
     shape = (x.shape[0], K, *x.shape[2:])
     check_epilogue(op, x, K, bias, residual, shape, activation)
     return shape
-
-
-def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *_: Any) -> Cost:
-    """Bytes and FLOPs of a direct convolution, whatever algorithm computes it."""
-    pixels = x.numel() // max(1, x.shape[1])
-    moved = x.nbytes + weight.nbytes + pixels * weight.shape[0] * x.element_size()
-    moved += sum(t.nbytes for t in (bias, residual) if t is not None)
-    return Cost(moved, 2 * pixels * weight.numel())
 
 
 def channels_last(x: Tensor, shape: Any) -> Tensor:

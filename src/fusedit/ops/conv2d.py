@@ -24,16 +24,23 @@ import torch.nn.functional as F
 
 from fusedit.ops import _conv, _conv_direct, _conv_epilogue, _conv_tma, _triton
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Backend, Build, op
+from fusedit.ops._op import Backend, Build, Cost, op, wide
 
 Tensor = torch.Tensor
-reference = _conv.reference
-cost = _conv.cost
 _FEW: Final = 16
 """Input channels up to which `direct` is faster than the library. H200: 3 -> 128 at 1024x1024 137 us against 700, 16 ->
 512 at 128x128 42 against 50."""
 _OWN: Final[dict[tuple[int, int], frozenset[tuple[int, int, int]]]] = {(9, 0): frozenset()}
 """Compute capability -> (C, K, R) for which `tma` is faster than the library and the pass behind it."""
+
+
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
+) -> Tensor:
+    x, weight, bias, residual = wide(x, weight, bias, residual)
+    y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
+    y = F.silu(y) if activation == "silu" else F.relu(y) if activation == "relu" else y
+    return y if residual is None else y + residual
 
 
 def plain(
@@ -57,6 +64,14 @@ def check(
     activation: object = "none",
 ) -> tuple[tuple[int, ...]]:
     return (_conv.check("conv2d", (1, 3), x, weight, bias, residual, activation),)
+
+
+def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *_: Any) -> Cost:
+    """Bytes and FLOPs of a direct convolution, whatever algorithm computes it."""
+    pixels = x.numel() // max(1, x.shape[1])
+    moved = x.nbytes + weight.nbytes + pixels * weight.shape[0] * x.element_size()
+    moved += sum(t.nbytes for t in (bias, residual) if t is not None)
+    return Cost(moved, 2 * pixels * weight.numel())
 
 
 def reads(
