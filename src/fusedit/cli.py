@@ -235,6 +235,43 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.command(epilog="Example: fusedit layout --model random-flux --size 1024x1024 --what decode")
+@reporting
+def layout(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Embedded model, local diffusers directory, hub id, or random-flux: FLUX.1-dev's VAE, random weights.",
+        ),
+    ] = "tiny-flux",
+    size: SizeText = None,
+    batch: Annotated[int, typer.Option("--batch", help="Pictures at once.")] = 1,
+    what: Annotated[str, typer.Option("--what", metavar="decode|encode|both", help="Half of the VAE.")] = "both",
+    dtype: Dtype = None,
+    device: Device = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time for each of the three ways, at least.")] = 2.0,
+    json: Json = False,
+) -> None:
+    """Time a model's VAE by stages: stock in NCHW, stock in NHWC, fused; exit with 1 if the fused result is wrong."""
+    from fusedit.cli_layout import layouts_data, print_layouts, run_layout
+
+    result = run_layout(
+        model=model,
+        size=size,
+        batch=batch,
+        what=what,
+        dtype=dtype,
+        device=device,
+        seconds=seconds,
+        quiet=json,
+    )
+    print_json(layouts_data(result)) if json else print_layouts(result, console())
+    if not result.passed:
+        raise typer.Exit(1)
+
+
 @app.command(epilog="Example: fusedit doctor --json")
 @reporting
 def doctor(json: Json = False) -> None:

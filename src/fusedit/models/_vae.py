@@ -148,8 +148,7 @@ class VaeModel(FusedModel):
     def resnet(self, block: Any, s: Sum) -> Sum:
         s, h = self._before_second(block, s)
         h, bias, _ = self.conv(block.conv2, h)
-        x, residual_bias = self.shortcut(block, s)
-        return Sum(h, _total(bias, residual_bias), x)
+        return self._with_shortcut(block, s, h, bias)
 
     def _before_second(self, block: Any, s: Sum) -> tuple[Sum, Tensor]:
         """The block's input as far as it had to be added, and what its second convolution reads."""
@@ -161,23 +160,29 @@ class VaeModel(FusedModel):
     def last_resnet(self, block: Any, s: Sum, out: Tensor | None = None) -> Tensor:
         """A residual block whose result no GroupNorm reads: everything is added behind its last convolution."""
         s, h = self._before_second(block, s)
-        x, residual_bias = self.shortcut(block, s)
-        if not h.is_cuda or type(block.conv2) is not nn.Conv2d:
+        if not h.is_cuda or type(block.conv2) is not nn.Conv2d or block.conv_shortcut is not None:
             h, bias, _ = self.conv(block.conv2, h)
-            return added(Sum(h, _total(bias, residual_bias), x), out)
+            return added(self._with_shortcut(block, s, h, bias), out)
         weight, bias = self.weights(block.conv2, h)
-        y: Tensor = self.convolve(h, weight, _total(bias, residual_bias), x, out=x if out is None else out)
+        y: Tensor = self.convolve(h, weight, _total(bias, s.bias), s.x, out=s.x if out is None else out)
         return y
 
-    def shortcut(self, block: Any, s: Sum) -> tuple[Tensor, Tensor | None]:
-        """The block's residual, and what is still to be added to it."""
-        if block.conv_shortcut is None:
-            return s.x, s.bias
-        y, bias, _ = self.conv(block.conv_shortcut, s.x if s.bias is None else _shifted(block.conv_shortcut, s))
-        if s.bias is not None and type(block.conv_shortcut) is nn.Conv2d:  # one pixel, so the bias goes through it
-            weight, _ = self.weights(block.conv_shortcut, s.x)
-            bias = _total(bias, weight[:, :, 0, 0].float() @ s.bias.float())
-        return y, bias
+    def _with_shortcut(self, block: Any, s: Sum, h: Tensor, bias: Tensor | None) -> Sum:
+        """h + bias + what the block passes by its convolutions."""
+        layer = block.conv_shortcut
+        if layer is None:
+            return Sum(h, _total(bias, s.bias), s.x)
+        if type(layer) is not nn.Conv2d or not h.is_cuda:
+            x = s.x if s.bias is None else s.x + s.bias.to(s.x.dtype)[:, None, None]
+            return Sum(h, bias, layer(x) if type(layer) is not nn.Conv2d else self.conv(layer, x).x)
+        # One tap: a product that adds to h as it lies, and the bias of its input goes through it apart.
+        weight, more = self.weights(layer, h)
+        matrix = weight[:, :, 0, 0]
+        if s.bias is not None:
+            more = _total(more, matrix.float() @ s.bias.float())
+        rows = h.permute(0, 2, 3, 1).view(-1, h.shape[1])
+        rows.addmm_(s.x.permute(0, 2, 3, 1).reshape(-1, s.x.shape[1]), matrix.t())
+        return Sum(h, _total(bias, more))
 
     def attend(self, attn: Any, s: Sum) -> Sum:
         s, n = self.normed(attn.group_norm, s, silu=False)
@@ -216,12 +221,6 @@ def _total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return a.float() + b.float()
-
-
-def _shifted(layer: Any, s: Sum) -> Tensor:
-    """What a shortcut reads: x, whose bias goes through the convolution apart, but for a LoRA layer."""
-    assert s.bias is not None
-    return s.x if type(layer) is nn.Conv2d else s.x + s.bias.to(s.x.dtype)[:, None, None]
 
 
 def block_reason(block: Any) -> str | None:

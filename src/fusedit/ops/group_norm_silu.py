@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fusedit.ops import _group_norm
+from fusedit.ops import _group_norm, _group_norm_plain
 from fusedit.ops._cases import Case, T
 from fusedit.ops._op import Build, Cost, op, wide
 
@@ -59,7 +59,7 @@ def plain(
     out: Tensor | None = None,
 ) -> Tensor:
     x = x if pre_bias is None else x + pre_bias[:, None, None]
-    return _group_norm.plain(x, weight, bias, groups, eps, silu, out)
+    return _group_norm_plain.plain(x, weight, bias, groups, eps, silu, out)
 
 
 def check(
@@ -71,7 +71,7 @@ def check(
     silu: object = True,
     pre_bias: Tensor | None = None,
 ) -> tuple[torch.Size]:
-    return (_group_norm.check("group_norm_silu", x, weight, bias, groups, eps, silu, pre_bias),)
+    return (_group_norm_plain.check("group_norm_silu", x, weight, bias, groups, eps, silu, pre_bias),)
 
 
 def cost(
@@ -131,9 +131,9 @@ CASES = (
     cost=cost,
     cases=CASES,
     builds=builds,
-    limit=_group_norm.limit,
+    limit=_group_norm_plain.limit,
     fits=lambda _: True,
-    allocate=_group_norm.allocate,
+    allocate=_group_norm_plain.allocate,
 )
 def group_norm_silu(
     x: Tensor,

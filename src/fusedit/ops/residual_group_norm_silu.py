@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fusedit.ops import _check, _group_norm
+from fusedit.ops import _check, _group_norm, _group_norm_plain
 from fusedit.ops._cases import Case, T
 from fusedit.ops._op import Build, Cost, op, wide
 from fusedit.ops.group_norm_silu import reference as norm_reference
@@ -54,9 +54,14 @@ def plain(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if any(t is not None and t.dtype != x.dtype for t in (weight, bias, pre_bias)):  # in fp32, but for s
+        wider, other, pre_bias, weight, bias = wide(x, residual, pre_bias, weight, bias)
+        s = plain(wider, other, weight, bias, groups, eps, False, pre_bias)[0].to(x.dtype)
+        y = _group_norm_plain.plain(s.float(), weight, bias, groups, eps, silu, None).to(x.dtype)
+        return (s, y) if out is None else (out[0].copy_(s), out[1].copy_(y))
     x = x if pre_bias is None else x + pre_bias[:, None, None]
     s = torch.add(x, residual, out=None if out is None else out[0])
-    return s, _group_norm.plain(s, weight, bias, groups, eps, silu, None if out is None else out[1])
+    return s, _group_norm_plain.plain(s, weight, bias, groups, eps, silu, None if out is None else out[1])
 
 
 def check(
@@ -70,7 +75,7 @@ def check(
     pre_bias: Tensor | None = None,
 ) -> tuple[torch.Size, torch.Size]:
     name = "residual_group_norm_silu"
-    shape = _group_norm.check(name, x, weight, bias, groups, eps, silu, pre_bias)
+    shape = _group_norm_plain.check(name, x, weight, bias, groups, eps, silu, pre_bias)
     _check.like(name, "residual", residual, x)
     return shape, shape
 
@@ -131,9 +136,10 @@ CASES = (
     cost=cost,
     cases=CASES,
     builds=builds,
-    limit=_group_norm.limit,
+    limit=_group_norm_plain.limit,
     fits=lambda _: True,
-    allocate=_group_norm.allocate,
+    allocate=_group_norm_plain.allocate,
+    mixed=True,
 )
 def residual_group_norm_silu(
     x: Tensor,

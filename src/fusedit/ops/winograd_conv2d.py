@@ -168,7 +168,6 @@ def _kernel(
     TILES: tl.constexpr,
     KB: tl.constexpr,
     CB: tl.constexpr,
-    LEFT: tl.constexpr,
     VEC: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -188,7 +187,7 @@ def _kernel(
     rows = rows[:, None] + c[None, :]
     plane = K.to(tl.int64) * C
     down, right = x_h.to(tl.int64) * VEC, x_w.to(tl.int64) * VEC
-    zero = tl.zeros((KB, TILES) if LEFT else (TILES, KB), tl.float32)
+    zero = tl.zeros((KB, TILES), tl.float32)  # u on the left: wgmma wants 64 rows there, and 16 tiles will do
     result: tl.tuple = (zero,) * (S * S)
     for i in tl.range(T):
         m: tl.tuple = (zero,) * T
@@ -213,8 +212,7 @@ def _kernel(
                 v = _mix(d, B, j, T).to(x_ptr.dtype.element_ty)
                 mask = (k < K)[:, None] & inside
                 u = tl.load(rows + ((i * T + j) * plane + first), mask=mask, other=0.0)
-                a, b = (u, v.T) if LEFT else (v, u.T)
-                sums += (tl.dot(a, b, m[j], input_precision="ieee"),)
+                sums += (tl.dot(u, v.T, m[j], input_precision="ieee"),)
             m = sums
         more: tl.tuple = ()
         for p in tl.static_range(S):
@@ -227,8 +225,7 @@ def _kernel(
         bias = tl.load(bias_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     for p in tl.static_range(S):
         for q in tl.static_range(S):
-            v = result[p * S + q].T if LEFT else result[p * S + q]
-            v = activate(v + bias[None, :], ACT)
+            v = activate(result[p * S + q].T + bias[None, :], ACT)
             mask = ((at < tiles) & (y + p < H) & (x + q < W))[:, None] & (k < K)[None, :]
             if RESIDUAL:
                 source = _pixels(residual_ptr, n, y + p, x + q, residual_n, residual_h, residual_w, VEC)
@@ -238,25 +235,20 @@ def _kernel(
 
 
 class Launch(NamedTuple):
-    """What a program takes at once: TILES by KB outputs (times S S), CB channels a step.
-
-    LEFT: u is the left operand, [KB, CB] x [CB, TILES], so that wgmma, which wants 64 rows there, does with 16 tiles.
-    Else B^T d B is: wgmma then reads it from registers, and goes on while the next is formed.
-    """
+    """What a program takes at once: TILES by KB outputs (times S S), CB channels a step."""
 
     TILES: int
     KB: int
     CB: int
-    LEFT: bool
     num_warps: int
     num_stages: int
 
 
 TABLE: Final[Mapping[str, Mapping[int, Launch]]] = {
-    "half": {2: Launch(64, 32, 16, False, 4, 3), 4: Launch(16, 32, 16, False, 8, 3)},
-    "hopper": {2: Launch(64, 64, 16, False, 8, 3), 4: Launch(16, 64, 32, True, 8, 2)},
-    "unaligned": {2: Launch(32, 32, 16, False, 8, 2), 4: Launch(16, 32, 16, False, 8, 3)},
-    "fp32": {2: Launch(16, 32, 16, True, 4, 3), 4: Launch(16, 16, 16, True, 8, 2)},
+    "half": {2: Launch(32, 64, 32, 4, 2), 4: Launch(16, 64, 32, 8, 2)},
+    "hopper": {2: Launch(32, 64, 32, 4, 2), 4: Launch(16, 64, 64, 8, 2)},
+    "unaligned": {2: Launch(32, 32, 16, 8, 2), 4: Launch(16, 32, 16, 8, 2)},
+    "fp32": {2: Launch(16, 32, 16, 4, 3), 4: Launch(16, 16, 16, 8, 2)},
 }
 """By what they are for (`half`: any chip; fp32 has no tensor cores) and by S; none spills."""
 
@@ -275,7 +267,7 @@ def _constexprs(s: int, table: Launch) -> Mapping[str, Any]:
         if len(row) < s:
             row[1:2] = [(row[1][0], -4.0), (row[1][0], row[1][1] + 4)]
     sparse = {"ROW": tuple(r for row in rows for r, _ in row), "FACTOR": flat([f for _, f in row] for row in rows)}
-    block = {name: getattr(table, name) for name in ("TILES", "KB", "CB", "LEFT")}
+    block = {name: getattr(table, name) for name in ("TILES", "KB", "CB")}
     return {"B": flat(B[s]), "A": flat(A[s]), **sparse, "S": s, **block}
 
 

@@ -12,6 +12,7 @@ from fusedit import ops
 from fusedit.ops._cases import Case
 from fusedit.ops._op import Op
 from fusedit.ops._verify import double, error, verify
+from fusedit.ops.winograd_weight import A, B, G
 
 
 def small() -> Iterator[object]:
@@ -84,6 +85,16 @@ def stock(name: str, a: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (F.conv2d(F.interpolate(a[0], scale_factor=2.0, mode="nearest"), *a[1:], padding=1),)
     if name in ("nchw_to_nhwc", "nhwc_to_nchw", "pack_tiles", "unpack_tiles"):
         return (ops.registry()[name].reference(*a).to(a[0].dtype),)
+    if name == "winograd_weight":
+        g = a[0].new_tensor(G[2])
+        return (torch.einsum("ir,kcrs,js->ijkc", g, a[0], g).reshape(16, *a[0].shape[:2]),)
+    if name == "winograd_conv2d":  # every step rounded
+        (x, u, bias, residual), (_, _, H, W) = a, a[0].shape
+        d = F.pad(x, (1, 1 + W % 2, 1, 1 + H % 2)).unfold(2, 4, 2).unfold(3, 4, 2)
+        v = torch.einsum("ir,nchwrs,js->nhwijc", x.new_tensor(B[2]), d, x.new_tensor(B[2])).flatten(3, 4)
+        m = torch.einsum("nhwpc,pkc->nhwpk", v, u).unflatten(3, (4, 4))
+        y = torch.einsum("pi,nhwijk,qj->nkhpwq", x.new_tensor(A[2]), m, x.new_tensor(A[2]))
+        return (F.silu(y.flatten(4, 5).flatten(2, 3)[:, :, :H, :W] + bias[:, None, None]) + residual,)
     q, k, v = (t.transpose(1, 2) for t in a[:3])
     return (F.scaled_dot_product_attention(q, k, v).transpose(1, 2),)
 

@@ -23,7 +23,8 @@ KERNELS = sorted(set(ops.registry()) - LIBRARY)
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # torch allows it to convolutions of float32
     with torch.no_grad():
         yield
     torch.cuda.empty_cache()
@@ -51,8 +52,10 @@ def small(name: str, dtype: torch.dtype = torch.bfloat16, which: str = "small") 
 
 
 def lengthened(name: str, length: int) -> tuple[Any, dict[str, Any]]:
-    """The `small` arguments with another number of tokens, or pixels."""
+    """The `small` arguments with another number of tokens, or pixels, or a weight's outputs."""
     args, kwargs = small(name)
+    if name == "winograd_weight":
+        return (torch.randn(length, *args[0].shape[1:], dtype=args[0].dtype, device="cuda"),), kwargs
     if name == "unpack_tiles":
         shape = (args[0].shape[0], -(-length // 8), 1, *args[0].shape[3:])
         return (torch.randn(shape, dtype=args[0].dtype, device="cuda"), args[1], length, 7), kwargs
@@ -62,7 +65,10 @@ def lengthened(name: str, length: int) -> tuple[Any, dict[str, Any]]:
         if name not in ("nchw_to_nhwc", "pack_tiles"):
             made = [t.contiguous(memory_format=torch.channels_last) for t in made]
         ready = iter(made)
-        return tuple(next(ready) if any(a is b for b in longer) else a for a in args), kwargs
+        made = [next(ready) if any(a is b for b in longer) else a for a in args]
+        if name == "winograd_conv2d":  # the rest by name: callers slice what has three dimensions, as u[P, K, C] has
+            made, kwargs = made[:1], {**dict(zip(("u", "bias", "residual"), made[1:], strict=True)), **kwargs}
+        return tuple(made), kwargs
     made = [
         torch.randn(a.shape[0], length, *a.shape[2:], dtype=a.dtype, device="cuda") if getattr(a, "ndim", 0) > 2 else a
         for a in args
