@@ -157,7 +157,7 @@ def test_conversions_of_every_variant_are_counted_and_shown(vae: Any, monkeypatc
     numbers = {"nchw": 7, "nhwc": 11, "fused": 0}
 
     def count(variant: Any, x: torch.Tensor) -> Any:
-        assert x.shape == (1, 4, 4, 6)
+        assert x.shape == (1, 4, 6, 4)
         return tuple(Conversions(kind, numbers[variant.name], 0.25 * numbers[variant.name]) for kind in KINDS)
 
     found = vae_layout.measure(vae, "tiny", SIZE, what=("decode",), seconds=0.01)
