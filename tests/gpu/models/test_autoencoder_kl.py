@@ -1,4 +1,4 @@
-"""The fused decoder on a GPU with the real configuration, random weights."""
+"""The fused encoder and decoder on a GPU with the real configuration, random weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from support.pipes import relative
 import fusedit
 from benchmarks.compilations import variants
 from benchmarks.workloads import Workload, z_image_turbo
+from fusedit.plan import Plan
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,17 @@ def workload() -> Iterator[Workload]:
 def latents(height: int, width: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     generator = torch.Generator(device="cuda").manual_seed(2)
     return torch.randn(batch, 16, height, width, device="cuda", generator=generator).to(dtype)
+
+
+def pictures(height: int, width: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    return (2 * torch.rand(batch, 3, height, width, device="cuda", generator=generator) - 1).to(dtype)
+
+
+def encode(vae: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        moments: torch.Tensor = vae.encode(x).latent_dist.parameters
+    return moments
 
 
 def decode(vae: Any, z: torch.Tensor) -> torch.Tensor:
@@ -86,4 +98,66 @@ def test_tiled_decode_is_accelerated(workload: Workload) -> None:
     handle.restore()
     vae.disable_tiling()
     assert sites["vae.channels_last"].fused == 2 * 4
+    assert relative(fused, stock) < 0.05
+
+
+@pytest.mark.parametrize(("height", "width", "batch"), [(512, 512, 1), (1024, 1024, 1), (264, 488, 3)])
+def test_encode_error_is_not_above_stock(workload: Workload, height: int, width: int, batch: int) -> None:
+    vae, x = workload.pipe.vae, pictures(height, width, batch)
+    stock = encode(vae, x)
+    handle = fusedit.accelerate(workload.pipe)
+    fused = encode(vae, x)
+    sites = {site.site: site for site in handle.report().rewritten}
+    handle.restore()
+    exact = encode(copy.deepcopy(vae).float(), x.float())
+    assert sites["vae_encoder.group_norm_silu"].fused + sites["vae_encoder.residual_norm"].fused == 22
+    assert fused.is_contiguous()
+    assert relative(fused, exact) <= 1.05 * relative(stock, exact)
+
+
+def test_float16_is_computed_in_float32(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    pipe = copy.copy(workload.pipe)
+    pipe.vae = copy.deepcopy(workload.pipe.vae).half()
+    z, x = latents(32, 48, dtype=torch.float16), pictures(256, 384, dtype=torch.float16)
+    handle = fusedit.accelerate(pipe)
+    decoded, encoded = decode(pipe.vae, z), encode(pipe.vae, x)
+    notes = [note for note in handle.report().notes if "float16" in note]
+    handle.restore()
+    exact = copy.deepcopy(pipe.vae).float()
+    assert decoded.dtype == encoded.dtype == torch.float16
+    assert relative(decoded.float(), decode(exact, z.float())) < 1e-3  # the rounding of the result
+    assert relative(encoded.float(), encode(exact, x.float())) < 1e-3
+    assert len(notes) == 2
+
+
+def test_a_small_picture_becomes_a_graph(workload: Workload) -> None:
+    vae, z = workload.pipe.vae, latents(32, 32)
+    handle = fusedit.accelerate(workload.pipe)
+    first, *others = [decode(vae, z) for _ in range(4)]
+    graphs = [cache for cache in handle.report().caches if cache.name == "graphs"]
+    with torch.no_grad():
+        vae.decoder.conv_in.weight.mul_(1.5)
+        changed = decode(vae, z)
+        vae.decoder.conv_in.weight.div_(1.5)
+    handle.restore()
+    assert any(cache.hits == 2 for cache in graphs)
+    assert all(torch.equal(other, first) for other in others)
+    assert not torch.equal(changed, first)
+
+
+def test_4096x4096_tiled_needs_no_more_memory_than_stock(workload: Workload) -> None:
+    """The same tiles and the same blending; and what is computed in one piece has more than 2^31 elements."""
+    vae, z = workload.pipe.vae, latents(512, 512)
+    vae.enable_tiling()
+    stock = decode(vae, z)
+    needed = peak_bytes(lambda: decode(vae, z))
+    handle = fusedit.accelerate(workload.pipe, Plan(cache={"graphs": False}))
+    fused = decode(vae, z)
+    assert peak_bytes(lambda: decode(vae, z)) <= needed
+    sites = {site.site: site for site in handle.report().rewritten}
+    handle.restore()
+    vae.disable_tiling()
+    step = int(vae.tile_latent_min_size * (1 - vae.tile_overlap_factor))
+    assert sites["vae.channels_last"].fused == 2 * len(range(0, 512, step)) ** 2
     assert relative(fused, stock) < 0.05
