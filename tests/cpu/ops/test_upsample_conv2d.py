@@ -7,10 +7,10 @@ import torch
 from support.pipes import relative
 from torch import nn
 
-from fusedit.ops.upsample_conv2d import plain, reference
+from fusedit.ops.upsample_conv2d import plain, reference, transposed
 
 
-@pytest.mark.parametrize("shape", [(1, 3, 1, 1), (2, 5, 4, 3), (1, 2, 7, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 3, 1, 1), (2, 5, 4, 3), (1, 2, 33, 36)], ids=str)
 def test_transposed_convolution_equals_doubling_and_convolution(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(*shape, generator=generator).double()
@@ -20,3 +20,5 @@ def test_transposed_convolution_equals_doubling_and_convolution(shape: tuple[int
     stock = nn.functional.conv2d(doubled, weight, bias, padding=1)
     assert relative(reference(x, weight, bias), stock) < 1e-14
     assert relative(plain(x, weight, bias), stock) < 1e-14
+    folded = nn.functional.conv_transpose2d(x, transposed(weight), bias, stride=2, padding=1)
+    assert relative(folded, stock) < 1e-14
