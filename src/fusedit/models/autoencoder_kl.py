@@ -27,6 +27,9 @@ from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 
 _UPSAMPLE = "vae.upsample_conv"
+_END = "vae.conv_out"
+_TAPS = 32
+"""Outputs times taps that group_norm_silu_conv2d takes."""
 
 
 class AutoencoderKL(VaeModel):
@@ -39,11 +42,13 @@ class AutoencoderKL(VaeModel):
     rewrites = (
         *rewrites("vae", "decoder"),
         Rewrite(_UPSAMPLE, "reordered", "doubling and 3x3 convolution as four 2x2 convolutions"),
+        Rewrite(_END, "reordered", "the last norm, SiLU and convolution to few channels as one op"),
     )
 
     def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
         super().__init__(module, plan, counters)
         self.upsample = self.site(_UPSAMPLE, ops.upsample_conv2d)
+        self.end = self.site(_END, ops.group_norm_silu_conv2d)
 
     @classmethod
     def arguments(cls, module: nn.Module) -> dict[str, Any]:
@@ -95,6 +100,22 @@ class AutoencoderKL(VaeModel):
         for up in upsamplers[1:]:
             s = self._doubled(up.conv, added(s))
         return s
+
+    def last(self, m: Any, s: Sum) -> Sum:
+        if not self.plan.enabled(_END):
+            return super().last(m, s)
+        layer, norm = m.conv_out, m.conv_norm_out
+        reason = ""
+        if type(layer) is not nn.Conv2d:
+            reason = f"the convolution is a {type(layer).__module__.partition('.')[0]} {type(layer).__name__} layer"
+        elif 9 * layer.out_channels > _TAPS:
+            reason = f"{layer.out_channels} channels are more than {_TAPS // 9}"
+        if reason:
+            self.counters.fell_back(_END, reason)
+            return super().last(m, s)
+        (weight, bias), (norm_weight, norm_bias) = self.weights(layer, s.x), self.weights(norm, s.x)
+        options = (norm.num_groups, weight, bias, norm.eps, s.bias, s.residual)
+        return Sum(self.end(s.x, norm_weight, norm_bias, *options))
 
     def _doubled(self, layer: Any, x: torch.Tensor) -> Sum:
         reason = _why_not_folded(layer, x) if self.plan.enabled(_UPSAMPLE) else "off"

@@ -254,7 +254,64 @@ def _flat(t: Tensor) -> Tensor:
     return t.as_strided((N, H * W, C), (t.stride(0), pixel, 1))
 
 
-def _lying(t: Tensor) -> Tensor:
+def moments(
+    x: Tensor,
+    residual: Tensor | None,
+    pre_bias: Tensor | None,
+    weight: Tensor,
+    groups: int,
+    eps: float,
+    summed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """centers and factors, each [N, C] in fp32: the norm without its bias is (x - center) * factor, of `summed` where
+    there is a residual. x and residual `fit`, and so does `summed`, which is written."""
+    N, C, H, W = x.shape
+    P = H * W
+    source = _flat(x)
+    other = source if residual is None else _flat(residual)
+    made = source if summed is None else _flat(summed)
+    weight = _rows.inner(weight)
+    pre = weight if pre_bias is None else _rows.inner(pre_bias)
+    vec = _rows.vector(C, source, other, made)
+    parameters = _rows.launch(x.device)
+    block, rows = _shape(C, parameters.tile)
+    columns = _rows.cdiv(C, block)
+    # Half as many programs as could be resident: each has several tiles in flight.
+    resident = parameters.programs // 2 * (_multiprocessors(x.device.index) if x.is_cuda else 1)
+    loops = max(_LOOPS, _rows.cdiv(P * columns * N, rows * resident))
+    parts = _rows.cdiv(P, loops * rows)
+    means, squares = torch.empty((2, N, parts, C), dtype=torch.float32, device=x.device)
+    centers, factors = torch.empty((2, N, C), dtype=torch.float32, device=x.device)
+    steps = (*_rows.steps(source, vec), *_rows.steps(other, vec), *_rows.steps(made, vec))
+    _statistics[(parts, columns, N)](
+        source,
+        other,
+        pre,
+        made,
+        means,
+        squares,
+        P,
+        *steps,
+        loops,
+        C=C,
+        BLOCK=block,
+        ROWS=rows,
+        VEC=vec,
+        PRE=pre_bias is not None,
+        RESIDUAL=residual is not None,
+        STAGES=_STAGES,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    channels = _rows.power_of_2(C // groups)
+    joined: dict[str, Any] = {"C": C, "G": groups, "CHANNELS": channels, "PARTS": max(1, _JOINED // channels)}
+    joined |= {"PRE": pre_bias is not None and residual is None, "num_warps": 16, "enable_fp_fusion": True}
+    _join[(groups, N)](means, squares, pre, weight, centers, factors, P, parts, loops * rows, eps, **joined)
+    return centers, factors
+
+
+def lying(t: Tensor) -> Tensor:
+    """t where it `fits`, else a channels_last copy."""
     return t if fits(t) else t.contiguous(memory_format=torch.channels_last)
 
 
@@ -280,61 +337,26 @@ def launch(
             summed.copy_(direct)
         return
     N, C, H, W = x.shape
-    P = H * W
-    source, target = _flat(_lying(x)), _flat(out)
-    other = source if residual is None else _flat(_lying(residual))
-    made = source if summed is None else _flat(summed)
-    weight, bias = _rows.inner(weight), _rows.inner(bias)
-    pre = weight if pre_bias is None else _rows.inner(pre_bias)
-    vec = _rows.vector(C, source, target, other, made)
-    parameters = _rows.launch(x.device)
-    block, rows = _shape(C, parameters.tile)
-    columns = _rows.cdiv(C, block)
-    # Half as many programs as could be resident: each has several tiles in flight.
-    resident = parameters.programs // 2 * (_multiprocessors(x.device.index) if x.is_cuda else 1)
-    loops = max(_LOOPS, _rows.cdiv(P * columns * N, rows * resident))
-    parts = _rows.cdiv(P, loops * rows)
-    means, squares = torch.empty((2, N, parts, C), dtype=torch.float32, device=x.device)
-    centers, factors = torch.empty((2, N, C), dtype=torch.float32, device=x.device)
-    options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
-    steps = (*_rows.steps(source, vec), *_rows.steps(other, vec), *_rows.steps(made, vec))
-    _statistics[(parts, columns, N)](
+    x, residual = lying(x), None if residual is None else lying(residual)
+    centers, factors = moments(x, residual, pre_bias, weight, groups, eps, summed)
+    source, target = _flat(x if summed is None else summed), _flat(out)
+    vec = _rows.vector(C, source, target)
+    block, rows = _shape(C, _rows.launch(x.device).tile)
+    _apply[(_rows.cdiv(H * W, rows * _LOOPS), _rows.cdiv(C, block), N)](
         source,
-        other,
-        pre,
-        made,
-        means,
-        squares,
-        P,
-        *steps,
-        loops,
-        C=C,
-        BLOCK=block,
-        ROWS=rows,
-        VEC=vec,
-        PRE=pre_bias is not None,
-        RESIDUAL=residual is not None,
-        STAGES=_STAGES,
-        **options,
-    )
-    channels = _rows.power_of_2(C // groups)
-    joined: dict[str, Any] = {"C": C, "G": groups, "CHANNELS": channels, "PARTS": max(1, _JOINED // channels)}
-    joined |= {"PRE": pre_bias is not None and residual is None, "num_warps": 16, "enable_fp_fusion": True}
-    _join[(groups, N)](means, squares, pre, weight, centers, factors, P, parts, loops * rows, eps, **joined)
-    steps = (*_rows.steps(made, vec), *_rows.steps(target, vec))
-    _apply[(_rows.cdiv(P, rows * _LOOPS), _rows.cdiv(C, block), N)](
-        made,
         centers,
         factors,
-        bias,
+        _rows.inner(bias),
         target,
-        P,
-        *steps,
+        H * W,
+        *_rows.steps(source, vec),
+        *_rows.steps(target, vec),
         C=C,
         BLOCK=block,
         ROWS=rows,
         LOOPS=_LOOPS,
         VEC=vec,
         SILU=silu,
-        **options,
+        num_warps=4,
+        enable_fp_fusion=True,
     )

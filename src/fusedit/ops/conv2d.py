@@ -8,7 +8,7 @@ Who serves a call is asked with `conv2d.backend(...)`; tables by compute capabil
 - `library`: cuDNN, then bias, activation and residual in one pass of ours (torch's own bias is a pass for itself).
 - `tma`: an implicit product on Hopper, tiles by TMA, everything in its epilogue (_conv_tma.py).
 - `direct`: an implicit product by pointers, for few input channels in any layout (_conv_direct.py).
-- `gather`: for few outputs, one product with all taps, then sums (_conv_direct.py).
+- `gather`: for few outputs, one product with all taps, then sums (_conv_gather.py).
 - `plain`: torch, on a CPU.
 The result is channels_last; x, residual and `out` may have any strides.
 Bytes: x, weight, bias, residual read, y written. FLOPs: 2 N H W C K R^2. Exactness: reordered.
@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from fusedit.ops import _conv, _conv_direct, _conv_epilogue, _conv_tma, _triton
+from fusedit.ops import _conv, _conv_direct, _conv_epilogue, _conv_gather, _conv_tma, _triton
 from fusedit.ops._cases import Case, T
 from fusedit.ops._op import Backend, Build, Cost, op, wide
 
@@ -103,7 +103,7 @@ def choose(
     K, _, R, _ = weight.shape
     if x.shape[0] * H * W >= 2**31 - 2**20:
         return Backend("library", f"{x.shape[0]} pictures of {H} x {W} are too many")
-    if K * R * R <= _conv_direct.COLUMNS and C >= 16:
+    if K * R * R <= _conv_gather.COLUMNS and C >= 16:
         return Backend("gather", "")
     if C <= _FEW or not x.is_cuda:
         return Backend("direct", "")
@@ -137,7 +137,7 @@ def _own(
     if residual is not None:
         residual = residual if name == "gather" else _conv.dense(residual)
     if name == "gather":
-        return _conv_direct.gather(_conv.dense(x), weight, bias, residual, act, y)
+        return _conv_gather.gather(_conv.dense(x), weight, bias, residual, act, y)
     target = y if _conv.fits(y) else _conv.channels_last(y, y.shape)
     if name == "tma" and _conv_tma.reason(x, weight.shape[0], residual, target):
         name = "direct"  # whatever a caller gave as `out`
@@ -151,7 +151,7 @@ def _own(
 
 
 def builds() -> list[Build]:
-    return [*_conv_direct.builds(), *_conv_epilogue.builds(), *_conv_tma.builds()]
+    return [*_conv_direct.builds(), *_conv_gather.builds(norm=False), *_conv_epilogue.builds(), *_conv_tma.builds()]
 
 
 def _args(N: int, C: int, H: int, W: int, K: int, R: int = 3, layout: str = "channels_last", *more: Any) -> Any:

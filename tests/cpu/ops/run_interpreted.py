@@ -27,7 +27,7 @@ def main() -> None:
     share, of = int(sys.argv[1]), int(sys.argv[2])
     jobs = [(op, case) for op in ops.registry().values() for case in op.cases if "small" in case.tags]
     # The interpreter multiplies no bfloat16.
-    with_dot = ("conv2d", "grouped_linear", "linear_gelu", "linear_swiglu", "winograd_conv2d")
+    with_dot = ("conv2d", "group_norm_silu_conv2d", "grouped_linear", "linear_gelu", "linear_swiglu", "winograd_conv2d")
     found = {}
     for op, case in jobs[share::of]:
         for dtype in (torch.float32, torch.float16, *((torch.bfloat16,) if op.name in with_dot else ())):

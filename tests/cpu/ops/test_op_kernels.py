@@ -18,7 +18,14 @@ def small_cases() -> Iterator[str]:
         for case in op.cases:
             if "small" in case.tags:
                 yield from (f"{op.name}/{case.name}/{dtype}" for dtype in ("float32", "float16"))
-                if op.name in ("conv2d", "grouped_linear", "linear_gelu", "linear_swiglu", "winograd_conv2d"):
+                if op.name in (
+                    "conv2d",
+                    "group_norm_silu_conv2d",
+                    "grouped_linear",
+                    "linear_gelu",
+                    "linear_swiglu",
+                    "winograd_conv2d",
+                ):
                     yield f"{op.name}/{case.name}/bfloat16"
 
 

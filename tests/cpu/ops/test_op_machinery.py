@@ -38,7 +38,7 @@ def as_list(value: Any) -> list[torch.Tensor]:
 
 def test_registry_is_the_folder() -> None:
     assert sorted(f.stem for f in FOLDER.glob("[a-z]*.py")) == NAMES
-    assert len(NAMES) == 24
+    assert len(NAMES) == 25
 
 
 @pytest.mark.parametrize("name", NAMES)
