@@ -26,7 +26,7 @@ import typer
 
 from benchmarks import arguments as given
 from benchmarks import gpu, table
-from benchmarks.fp32 import no_tf32, relative_l2
+from benchmarks.fp32 import relative_l2
 from benchmarks.ops import MOST_CALLS, MOST_SETS, REPLAY_S, Timed, in_turn
 from benchmarks.results import Results, Row
 from benchmarks.sustained import spread_of
@@ -34,6 +34,7 @@ from fusedit import ops
 from fusedit.errors import UsageError
 from fusedit.ops import _conv
 from fusedit.ops._verify import Error
+from fusedit.vae_stages import no_tf32
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]

@@ -30,12 +30,13 @@ import typer
 
 from benchmarks import arguments as given
 from benchmarks import gpu, packed_conv, table
-from benchmarks.fp32 import no_tf32, relative_l2
+from benchmarks.fp32 import relative_l2
 from benchmarks.ops import MOST_CALLS, MOST_SETS, REPLAY_S, Timed, in_turn
 from benchmarks.results import Results, Row
 from benchmarks.sustained import spread_of
 from fusedit import ops
 from fusedit.ops._op import Cost
+from fusedit.vae_stages import no_tf32
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]

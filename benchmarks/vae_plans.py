@@ -10,9 +10,10 @@ from typing import Any, Final
 import torch
 
 from benchmarks import gpu, table, workloads
-from benchmarks.fp32 import no_tf32, relative_l2
+from benchmarks.fp32 import relative_l2
 from benchmarks.plans import Laid, SideBySide
 from benchmarks.workloads import Workload
+from fusedit.vae_stages import no_tf32
 
 PLANS: Final[tuple[str, ...]] = ("stock", "channels_last", "compile", "exact")
 PARTS: Final = {"decode": "decoder", "encode": "encoder"}

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
+from support import vae as vae_support
 from support.pipes import relative, tiny_vae, z_image_call, z_image_pipe
+from support.vae import pipe_with
 from torch import nn
 
 import fusedit
@@ -20,29 +22,13 @@ CLOSE = 1e-5
 NAMES = [rewrite.name for rewrite in AutoencoderKL.rewrites]
 
 
-def pipe_with(vae: Any) -> Any:
-    pipe = z_image_pipe()
-    pipe.register_modules(vae=vae)
-    return pipe
-
-
 def latents(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(4)).to(dtype)
 
 
-@torch.no_grad()
 def both(pipe: Any, z: torch.Tensor, plan: Plan | str = "exact") -> tuple[torch.Tensor, torch.Tensor]:
-    """Fused and stock decode of the same latents; the fused one ran, and the latents are unchanged."""
-    kept = z.clone()
-    stock = pipe.vae.decode(z).sample
-    handle = fusedit.accelerate(pipe, plan)
-    fused = pipe.vae.decode(z, return_dict=False)[0]
-    sites = [site for site in handle.report().rewritten if site.site.startswith("vae.")]
-    handle.restore()
-    assert any(site.fused for site in sites)
-    assert torch.equal(z, kept)
-    assert (fused.dtype, fused.shape, fused.is_contiguous()) == (stock.dtype, stock.shape, True)
-    return fused, stock
+    """Pictures of the same latents, fused and stock."""
+    return vae_support.both(pipe, z, "vae.", lambda vae, x: vae.decode(x, return_dict=False)[0], plan)
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 8, 8), (1, 4, 5, 7), (3, 4, 4, 6), (2, 4, 1, 1)], ids=str)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.pipes import relative, tiny_vae, z_image_pipe
+from support import vae as vae_support
+from support.pipes import relative, tiny_vae
+from support.vae import pipe_with
 from torch import nn
 
 import fusedit
@@ -18,30 +20,13 @@ CLOSE = 1e-5
 NAMES = [rewrite.name for rewrite in AutoencoderKLEncoder.rewrites]
 
 
-def pipe_with(vae: Any) -> Any:
-    pipe = z_image_pipe()
-    pipe.register_modules(vae=vae)
-    return pipe
-
-
 def pictures(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (2 * torch.rand(*shape, generator=torch.Generator().manual_seed(4)) - 1).to(dtype)
 
 
-@torch.no_grad()
 def both(pipe: Any, x: torch.Tensor, plan: Plan | str = "exact") -> tuple[torch.Tensor, torch.Tensor]:
-    """Fused and stock moments of the same pictures; the fused encoder ran, and the pictures are unchanged."""
-    kept = x.clone()
-    stock = pipe.vae.encode(x).latent_dist.parameters
-    handle = fusedit.accelerate(pipe, plan)
-    fused = pipe.vae.encode(x).latent_dist.parameters
-    sites = [site for site in handle.report().rewritten if site.site.startswith("vae_encoder.")]
-    handle.restore()
-    assert any(site.fused for site in sites)
-    assert not any(site.stock for site in sites)
-    assert torch.equal(x, kept)
-    assert (fused.dtype, fused.shape, fused.is_contiguous()) == (stock.dtype, stock.shape, True)
-    return fused, stock
+    """Moments of the same pictures, fused and stock."""
+    return vae_support.both(pipe, x, "vae_encoder.", lambda vae, x: vae.encode(x).latent_dist.parameters, plan)
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 64, 64), (1, 3, 37, 51), (3, 3, 16, 24), (2, 3, 8, 8)], ids=str)
