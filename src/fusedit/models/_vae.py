@@ -94,10 +94,10 @@ class VaeModel(FusedModel):
                 self.counters.ran(f"{self.name}.channels_last")
                 self.counters.event(CONVERSIONS)
                 x = ops.nchw_to_nhwc(x)
-            s = Sum(x.float() if half else x)
+            held = [Sum(x.float() if half else x)]
             for _, stage in self.stages():
-                s = stage(s)
-            y = s.x
+                held.append(stage(held.pop()))  # a name for what goes in would keep it until the stage is over
+            y = held.pop().x
             if not y.is_contiguous():
                 self.counters.event(CONVERSIONS)
                 y = ops.nhwc_to_nchw(y)

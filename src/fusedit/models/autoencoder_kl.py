@@ -11,7 +11,6 @@ Letters: N pictures, C channels, H and W rows and columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,20 +85,23 @@ class AutoencoderKL(VaeModel):
         yield "conv_in", lambda s: Sum(self.whole_conv(m.conv_in, s.x))
         yield "mid_block", lambda s: self.middle(m.mid_block, s)
         for place, block in enumerate(m.up_blocks):
-            yield f"up_blocks.{place}", partial(self._up, block)
+            yield f"up_blocks.{place}", self._up(block)
         yield "conv_out", lambda s: self.last(m, s)
 
-    def _up(self, block: Any, s: Sum) -> Sum:
-        *resnets, last = block.resnets
-        for resnet in resnets:
-            s = self.resnet(resnet, s)
-        upsamplers = list(block.upsamplers or ())
-        if not upsamplers:
-            return self.resnet(last, s)
-        s = self._doubled(upsamplers[0].conv, self.last_resnet(last, s))
-        for up in upsamplers[1:]:
-            s = self._doubled(up.conv, added(s))
-        return s
+    def _up(self, block: Any) -> Stage:
+        def up(s: Sum) -> Sum:
+            *resnets, last = block.resnets
+            for resnet in resnets:
+                s = self.resnet(resnet, s)
+            upsamplers = list(block.upsamplers or ())
+            if not upsamplers:
+                return self.resnet(last, s)
+            s = self._doubled(upsamplers[0].conv, self.last_resnet(last, s))
+            for upsampler in upsamplers[1:]:
+                s = self._doubled(upsampler.conv, added(s))
+            return s
+
+        return up
 
     def last(self, m: Any, s: Sum) -> Sum:
         if not self.plan.enabled(_END):

@@ -9,7 +9,6 @@ Letters: N pictures, C channels, H and W rows and columns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -62,24 +61,27 @@ class AutoencoderKLEncoder(VaeModel):
         m: Any = self.module
         yield "conv_in", lambda s: Sum(self.whole_conv(m.conv_in, s.x))
         for place, block in enumerate(m.down_blocks):
-            yield f"down_blocks.{place}", partial(self._down, block)
+            yield f"down_blocks.{place}", self._down(block)
         yield "mid_block", lambda s: self.middle(m.mid_block, s)
         yield "conv_out", lambda s: self.last(m, s)
 
-    def _down(self, block: Any, s: Sum) -> Sum:
-        *resnets, last = block.resnets
-        for resnet in resnets:
-            s = self.resnet(resnet, s)
-        downsamplers = list(block.downsamplers or ())
-        if not downsamplers:
-            return self.resnet(last, s)
-        N, _, H, W = s.x.shape
-        padded = _with_zeros(s.x, (N, last.out_channels, H + 1, W + 1))
-        self.last_resnet(last, s, padded[:, :, :-1, :-1])
-        s = self._halved(downsamplers[0].conv, padded)
-        for down in downsamplers[1:]:
-            s = self._halved(down.conv, F.pad(added(s), (0, 1, 0, 1)))
-        return s
+    def _down(self, block: Any) -> Stage:
+        def down(s: Sum) -> Sum:
+            *resnets, last = block.resnets
+            for resnet in resnets:
+                s = self.resnet(resnet, s)
+            downsamplers = list(block.downsamplers or ())
+            if not downsamplers:
+                return self.resnet(last, s)
+            N, _, H, W = s.x.shape
+            padded = _with_zeros(s.x, (N, last.out_channels, H + 1, W + 1))
+            self.last_resnet(last, s, padded[:, :, :-1, :-1])
+            s = self._halved(downsamplers[0].conv, padded)
+            for downsampler in downsamplers[1:]:
+                s = self._halved(downsampler.conv, F.pad(added(s), (0, 1, 0, 1)))
+            return s
+
+        return down
 
     def _halved(self, layer: Any, padded: torch.Tensor) -> Sum:
         if type(layer) is not nn.Conv2d:  # a LoRA layer
