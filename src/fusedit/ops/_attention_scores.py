@@ -28,7 +28,8 @@ Tensor = torch.Tensor
 STEP: Final = 120.0
 """Levels lie this far apart: p, its factor and the sums of p v (262,144 keys, v up to 2^49) are all normal numbers."""
 _CONSTEXPRS: Final = {"BM": BM, "BN": BN, "BK": BK, "HALF": BN // 2, "STEP": STEP, "GROUP": 16}
-_LEVELLING: Final = {"BN": BN, "STEP": STEP, "ROWS": 16, "MANY": 64, "FEW": 4, "VEC": 8}
+_ROWS: Final = 16
+_LEVELLING: Final = {"BN": BN, "STEP": STEP, "ROWS": _ROWS, "MANY": 64, "FEW": 2, "VEC": 8}
 
 
 @kernel
@@ -94,12 +95,11 @@ def _tile(
     level = tl.floor(tl.max(acc, axis=1) * (scale / STEP) + 0.5) * STEP
     # In two halves, since a whole tile of the result would cost the fourth stage its shared memory.
     left, right = acc.reshape(BM, 2, HALF).permute(0, 2, 1).split()
-    left = tl.exp2(left * scale - level[:, None])
-    p_d.store([row, column], left.to(p_d.dtype))
-    total = tl.sum(left, axis=1)
-    right = tl.exp2(right * scale - level[:, None])
-    p_d.store([row, column + HALF], right.to(p_d.dtype))
-    total += tl.sum(right, axis=1)
+    left = tl.exp2(left * scale - level[:, None]).to(p_d.dtype)
+    p_d.store([row, column], left)
+    right = tl.exp2(right * scale - level[:, None]).to(p_d.dtype)
+    p_d.store([row, column + HALF], right)
+    total = tl.sum(left.to(tl.float32), axis=1) + tl.sum(right.to(tl.float32), axis=1)
     at = row + tl.arange(0, BM)
     tl.store(level_ptr + c * S + at, level, mask=at < S)
     tl.store(sum_ptr + c * S + at, total, mask=at < S)
@@ -208,7 +208,7 @@ def scores(q: Tensor, k: Tensor, scale: float, p: Tensor, levels: Tensor, sums: 
 def level(p: Tensor, levels: Tensor, sums: Tensor, inverse: Tensor) -> None:
     """What `scores` left in p[S,T] brought to one level a row, and inverse[S] of their sums; p's rows hold eights."""
     S, T = p.shape
-    _level[(_rows.cdiv(S, _LEVELLING["ROWS"]),)](
+    _level[(_rows.cdiv(S, _ROWS),)](
         p, levels, sums, inverse, S, T, p.stride(0) // 8, **_LEVELLING, num_warps=8, enable_fp_fusion=True
     )
 
@@ -223,7 +223,7 @@ def weights(q: Tensor, k: Tensor, scale: float, p: Tensor, inverse: Tensor) -> N
 def builds() -> list[Build]:
     types = {"q_d": f"tensordesc<bf16[{BM},{BK}]>", "k_d": f"tensordesc<bf16[{BN},{BK}]>"}
     types |= {"p_d": f"tensordesc<bf16[{BM},{BN // 2}]>", "scale": "fp32"}
-    floats = {name: "*fp32" for name in ("level_ptr", "sum_ptr", "inverse_ptr")}
+    floats = dict.fromkeys(("level_ptr", "sum_ptr", "inverse_ptr"), "*fp32")
     traits = ("no-spill", "descriptors")
     return [
         Build.of("scores-bf16-hopper", _scores, types | floats, _CONSTEXPRS, 8, *traits, num_stages=STAGES),
