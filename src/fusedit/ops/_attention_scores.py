@@ -1,7 +1,7 @@
 """Weights of attention for Hopper: the product of queries and keys whose epilogue takes the exponentials.
 
     x[s, t] = log2(e) scale sum_d q[s, d] k[t, d]
-    level[s] = STEP * round(max_t x[s, t] / STEP)                                over the 256 keys of a tile
+    level[s] = STEP * round(max_t x[s, t] / STEP)                                over the 128 keys of a tile
     p[s, t] = 2^(x[s, t] - level[s]), between 0 and 2^(STEP / 2)
 
 No maximum of a whole row is known while its tiles are computed, and none is needed: bf16 has the exponents of fp32, so
@@ -9,7 +9,9 @@ any level will do that lies within 2^60 of it, and p is as precise as with the m
 rows have one level in all their tiles: 0, where the largest logit lies between -41 and 41. What had another level is
 brought to the highest one of its row by a second kernel, with a factor of 1, 2^-120 (which rounds nothing but weights
 below 2^-66 of the largest) or 0; it reads and writes nothing else of p, and gives each row's 1 / sum p.
-Sums are those of the unrounded p, in fp32. Bytes: q, k read, p written, 8 for 256 weights beside; FLOPs: 2 S T D.
+Sums are those of the unrounded p, in fp32, but for each tile's largest: as with the maximum, where it is 1, a key that
+outweighs all others has the same p in the sum and in the product. Bytes: q, k read, p written, 8 for 128 weights
+beside. FLOPs: 2 S T D. H200, 4096 x 16,384 and 512 channels: 0.124 ms, the library's product with fp32 logits 0.139.
 """
 
 from __future__ import annotations
@@ -20,16 +22,21 @@ from typing import Final
 import torch
 
 from fusedit.ops import _hopper, _rows, _triton
-from fusedit.ops._hopper import BK, BM, BN, STAGES, descriptor, place
+from fusedit.ops._hopper import BK, BM, descriptor, place
 from fusedit.ops._op import Build
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor
+BN: Final = 128
+"""Keys of a tile, so that two programs fit a multiprocessor and one multiplies while the other takes exponentials:
+8 % faster than one program with tiles of 256."""
+_TOGETHER: Final = 2
+_STAGES: Final = 3
 STEP: Final = 120.0
 """Levels lie this far apart: p, its factor and the sums of p v (262,144 keys, v up to 2^49) are all normal numbers."""
-_CONSTEXPRS: Final = {"BM": BM, "BN": BN, "BK": BK, "HALF": BN // 2, "STEP": STEP, "GROUP": 16}
+_CONSTEXPRS: Final = {"BM": BM, "BN": BN, "BK": BK, "HALF": BN // 2, "STEP": STEP, "GROUP": 32}
 _ROWS: Final = 16
-_LEVELLING: Final = {"BN": BN, "STEP": STEP, "ROWS": _ROWS, "MANY": 64, "FEW": 2, "VEC": 8}
+_LEVELLING: Final = {"BN": BN, "STEP": STEP, "ROWS": _ROWS, "MANY": 64, "FEW": 4, "VEC": 8}
 
 
 @kernel
@@ -51,7 +58,7 @@ def _scores(
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    # Tiles whose keys end inside in a loop of their own: to ask in all of them would cost a tenth of the epilogue.
+    # Tiles whose keys end inside in a loop of their own: to ask in all of them would slow down every epilogue.
     height = tl.cdiv(S, BM)
     whole = T // BN
     first = height * whole
@@ -92,14 +99,18 @@ def _tile(
         acc = tl.dot(q_d.load([row, d * BK]), k_d.load([column, d * BK]).T, acc)
     if ENDS:
         acc = tl.where((column + tl.arange(0, BN) < T)[None, :], acc, float("-inf"))
-    level = tl.floor(tl.max(acc, axis=1) * (scale / STEP) + 0.5) * STEP
-    # In two halves, since a whole tile of the result would cost the fourth stage its shared memory.
+    top = tl.max(acc, axis=1)
+    level = tl.floor(top * (scale / STEP) + 0.5) * STEP
+    most = tl.exp2(top * scale - level)
+    total = most.to(p_d.dtype).to(tl.float32) - most
+    # In two halves, since a whole tile of the result would cost a stage its shared memory.
     left, right = acc.reshape(BM, 2, HALF).permute(0, 2, 1).split()
-    left = tl.exp2(left * scale - level[:, None]).to(p_d.dtype)
-    p_d.store([row, column], left)
-    right = tl.exp2(right * scale - level[:, None]).to(p_d.dtype)
-    p_d.store([row, column + HALF], right)
-    total = tl.sum(left.to(tl.float32), axis=1) + tl.sum(right.to(tl.float32), axis=1)
+    left = tl.exp2(left * scale - level[:, None])
+    p_d.store([row, column], left.to(p_d.dtype))
+    total += tl.sum(left, axis=1)
+    right = tl.exp2(right * scale - level[:, None])
+    p_d.store([row, column + HALF], right.to(p_d.dtype))
+    total += tl.sum(right, axis=1)
     at = row + tl.arange(0, BM)
     tl.store(level_ptr + c * S + at, level, mask=at < S)
     tl.store(sum_ptr + c * S + at, total, mask=at < S)
@@ -186,7 +197,7 @@ def scores(q: Tensor, k: Tensor, scale: float, p: Tensor, levels: Tensor, sums: 
     """q[S,D], k[T,D] and p[S,T] with dense rows on 16 bytes; levels and sums dense [tiles,S], in fp32."""
     (S, D), T = q.shape, k.shape[0]
     tiles = _rows.cdiv(S, BM) * _rows.cdiv(T, BN)
-    programs = min(_hopper.multiprocessors(q.device.index or 0) if q.is_cuda else 4, tiles)
+    programs = min(_TOGETHER * _hopper.multiprocessors(q.device.index or 0) if q.is_cuda else 4, tiles)
     _scores[(programs,)](
         descriptor(q, [BM, BK]),
         descriptor(k, [BN, BK]),
@@ -199,8 +210,8 @@ def scores(q: Tensor, k: Tensor, scale: float, p: Tensor, levels: Tensor, sums: 
         scale * math.log2(math.e),
         programs,
         **_CONSTEXPRS,
-        num_warps=8,
-        num_stages=STAGES,
+        num_warps=4,
+        num_stages=_STAGES,
         enable_fp_fusion=True,
     )
 
@@ -226,6 +237,6 @@ def builds() -> list[Build]:
     floats = dict.fromkeys(("level_ptr", "sum_ptr", "inverse_ptr"), "*fp32")
     traits = ("no-spill", "descriptors")
     return [
-        Build.of("scores-bf16-hopper", _scores, types | floats, _CONSTEXPRS, 8, *traits, num_stages=STAGES),
+        Build.of("scores-bf16-hopper", _scores, types | floats, _CONSTEXPRS, 4, *traits, num_stages=_STAGES),
         Build.of("level-bf16", _level, {"p_ptr": "*bf16"} | floats, _LEVELLING, 8, "no-spill"),
     ]

@@ -145,7 +145,7 @@ def conv(x: Tensor, rows: Tensor, R: int, bias: Tensor | None, residual: Tensor 
 
 def builds() -> list[Build]:
     made = []
-    for name, K in (("hopper-bf16", 256), ("hopper-narrow-bf16", 128)):
+    for name, K in (("bf16-hopper", 256), ("bf16-hopper-narrow", 128)):
         bn = columns(K)
         tile = f"tensordesc<bf16[1,1,{BM},{bn // 2}]>"
         types = {"x_d": f"tensordesc<bf16[1,1,{BM},{BK}]>", "weight_d": f"tensordesc<bf16[{bn},{BK}]>"}

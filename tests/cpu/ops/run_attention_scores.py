@@ -42,7 +42,7 @@ def scores(S: int, T: int, D: int, kind: str, dtype: torch.dtype) -> dict[str, A
     truth = (q.double() @ k.double().t() * scale).softmax(-1)
     room = -(-T // 8) * 8
     buffer = torch.full((S + 2, room + 16), NAN)
-    p, tiles = buffer[1 : S + 1, 8 : T + 8], -(-T // 256)
+    p, tiles = buffer[1 : S + 1, 8 : T + 8], -(-T // _attention_scores.BN)
     levels, sums = torch.full((2, tiles, S), NAN)
     inverse = torch.full((S, 1), NAN)
     _attention_scores.scores(q, k, scale, p, levels, sums)
@@ -55,7 +55,7 @@ def scores(S: int, T: int, D: int, kind: str, dtype: torch.dtype) -> dict[str, A
     outside = bool(buffer.isnan().all())
     p = own[:, :T]
     _attention_scores.level(p, levels, sums, inverse)
-    per_key = (levels == levels.amax(0)).repeat_interleave(256, 0)[:T].t()
+    per_key = (levels == levels.amax(0)).repeat_interleave(_attention_scores.BN, 0)[:T].t()
     return {
         "error": error(p * inverse, truth).largest,
         "most": most,

@@ -42,7 +42,7 @@ def test_weights_are_those_of_a_softmax(interpreted: dict[str, Any], kind: str) 
 
 def test_levels_are_the_same_where_logits_are_small(interpreted: dict[str, Any]) -> None:
     assert all(made["levels"] == [0.0] for made in cases(interpreted, "/even/").values())
-    assert interpreted["scores/700/150/512/rising/float32"]["levels"] == [-1.0, 1.0, 2.0]
+    assert interpreted["scores/700/150/512/rising/float32"]["levels"] == [-2.0, -1.0, 0.0, 1.0, 2.0]
     assert len(interpreted["scores/700/150/512/large/float32"]["levels"]) > 4
 
 
