@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from support.pipes import z_image_pipe
 
 import fusedit
 from fusedit.plan import Plan
+from support.pipes import z_image_pipe
 
 
 def pipe_with(vae: Any) -> Any:

@@ -5,9 +5,9 @@
 Logits in fp32 as the first product leaves them; p rounded to the dtype for the second product, and not for the sum, as
 in every fused kernel. On Hopper in bf16 the first product's own epilogue takes the exponentials (_attention_scores);
 elsewhere the library's writes its logits, and a kernel reads them again. The second product is the library's.
-H200, one head of 512 and 16,384 tokens in bf16: 0.92 ms (1.33 the other way); the memory-efficient kernel 3.66. A tile of a fused kernel would have to hold 512 columns of the result besides the logits, and would read keys and
-values once for every 64 queries: 64 operations a byte, where the second-level cache gives no more than about
-350 TFLOP/s, so 1.6 ms at best.
+H200, one head of 512 and 16,384 tokens in bf16: 0.92 ms (1.33 the other way); the memory-efficient kernel 3.66. A tile
+of a fused kernel would have to hold 512 columns of the result besides the logits: half of a multiprocessor's registers
+for 64 queries.
 """
 
 from __future__ import annotations
