@@ -108,7 +108,7 @@ class Recordings:
     """What the stand-in for CUDA did, and how it shall behave.
 
     Attributes:
-        log: "eager", "timed" or "captured" for each run of a step's Python code, in order.
+        log: "eager", "timed" or "captured" for each run of a denoising step's Python code, in order.
         host_bound: whether the host is slower than the GPU.
         failures: raised by the next captures, after the step ran.
         broken: a capture that failed cannot be ended either, as after a synchronisation inside a real one.
@@ -137,17 +137,20 @@ class Recordings:
             self.how = "eager"
 
     def graph(self, graph: Any, inputs: graphs.Tensors, output: torch.Tensor, counted: Counters) -> graphs._Graph:
-        if counted.events:
-            self.packed.append(dict(counted.events))
+        packed = {what: count for what, count in counted.events.items() if "packed" in what}
+        if packed:
+            self.packed.append(packed)
         return _GRAPH(graph, inputs, output, counted)
 
     def run(
         self, steps: graphs.StepGraphs, key: Any, module: Any, inputs: Any, body: graphs.Body, *rest: Any
     ) -> torch.Tensor:
         def noted(tensors: graphs.Tensors) -> torch.Tensor:
-            self.log.append(self.how)
+            denoises = steps.name == "graphs"  # and is no VAE, whose calls are recorded but not told
+            if denoises:
+                self.log.append(self.how)
             output = body(tensors)
-            if self.how == "captured" and self.failures:
+            if denoises and self.how == "captured" and self.failures:
                 raise self.failures.pop(0)
             return output
 

@@ -104,7 +104,8 @@ class FusedModel(ABC):
         self.counters = counters
         self.form = self.form_of(module)
         self.cache = RunCache()
-        self.graphs = StepGraphs(counters, enabled=plan.cache["graphs"])
+        name = "graphs" if self.denoiser else f"{'.'.join(self.path)} graphs"
+        self.graphs = StepGraphs(counters, enabled=plan.cache["graphs"], name=name)
         self.modulation = Modulation(self.cache, counters)
         self._ready: set[tuple[torch.device, torch.dtype]] = set()
 

@@ -94,10 +94,11 @@ class StepGraphs:
     Args:
         counters: the model's; a replay adds what a captured step counted.
         enabled: False runs everything eagerly.
+        name: what the report calls them.
     """
 
-    def __init__(self, counters: Counters, *, enabled: bool = True) -> None:
-        self.counters, self.enabled = counters, enabled
+    def __init__(self, counters: Counters, *, enabled: bool = True, name: str = "graphs") -> None:
+        self.counters, self.enabled, self.name = counters, enabled, name
         self.replays = self.eager = 0
         self.reasons: Counter[str] = Counter()
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
@@ -174,7 +175,7 @@ class StepGraphs:
 
     def report(self) -> CacheReport:
         kept = sum(shape.graph is not None for shape in self._shapes.values())
-        return CacheReport("graphs", self.replays, self.eager, kept, CAPACITY, self._bytes, dict(self.reasons))
+        return CacheReport(self.name, self.replays, self.eager, kept, CAPACITY, self._bytes, dict(self.reasons))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fusedit.models._vae import VaeModel
+from fusedit.models.autoencoder_kl import AutoencoderKL
 
 FAST = ("--size", "32x16", "--seconds", "0.01")
 VARIANTS = {"nchw", "nhwc", "fused"}
@@ -111,8 +112,9 @@ def test_a_red_check_exits_with_one_and_shows_no_speedup(shell: Any, what: str) 
 
 
 def test_nan_is_red(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = VaeModel.last
-    monkeypatch.setattr(VaeModel, "last", lambda self, m, s: right(self, m, s)._replace(x=s.x[:, :3] * float("nan")))
+    right = AutoencoderKL.last
+    spoilt = lambda self, m, s: right(self, m, s)._replace(x=s.x[:, :3] * float("nan"))  # noqa: E731
+    monkeypatch.setattr(AutoencoderKL, "last", spoilt)
     told = shell.json("layout", "--what", "decode", *FAST, code=1)
     assert told["passes"][0]["check"]["errors"]["fused"] == "nan"
     assert told["passes"][0]["speedup"] is None

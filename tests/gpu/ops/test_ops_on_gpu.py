@@ -134,7 +134,10 @@ def test_memory_is_that_of_the_results(name: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     op(*args, **kwargs, out=results)
     extra = torch.cuda.max_memory_allocated() - before
-    assert extra <= (0.03 * size if "group_norm" in name else 0)
+    # Statistics of a norm; where it goes straight into a convolution, the sum with a residual and 27 products a pixel.
+    allowed = {"group_norm_silu": 0.03 * size, "residual_group_norm_silu": 0.03 * size}
+    allowed["group_norm_silu_conv2d"] = 1.03 * args[0].nbytes + 27 * 4 * args[0][0, 0].numel()
+    assert extra <= allowed.get(name, 0)
 
 
 @pytest.mark.parametrize("name", sorted(ops.registry()))
