@@ -297,7 +297,7 @@ def moments(
         BLOCK=block,
         ROWS=rows,
         VEC=vec,
-        PRE=pre_bias is not None,
+        PRE=pre_bias is not None and residual is not None,  # else it is the next kernel's
         RESIDUAL=residual is not None,
         STAGES=_STAGES,
         num_warps=4,
