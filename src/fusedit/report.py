@@ -93,7 +93,7 @@ class Report:
         plan: the plan, as JSON data.
         rewritten: every rewrite that is in force, with its counters.
         refused: every rewrite that is not, with its reason.
-        notes: facts a user should know, for example that the VAE encoder stays stock or that weights were repacked.
+        notes: facts a user should know, for example that weights were repacked.
         active: False once restore() has run.
         caches: every cache in force, with its counters.
     """

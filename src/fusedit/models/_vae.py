@@ -180,6 +180,7 @@ class VaeModel(FusedModel):
         matrix = weight[:, :, 0, 0]
         if s.bias is not None:
             more = _total(more, matrix.float() @ s.bias.float())
+        h = h.contiguous(memory_format=torch.channels_last)  # as it is, but for what a LoRA layer may have made
         rows = h.permute(0, 2, 3, 1).view(-1, h.shape[1])
         rows.addmm_(s.x.permute(0, 2, 3, 1).reshape(-1, s.x.shape[1]), matrix.t())
         return Sum(h, _total(bias, more))
