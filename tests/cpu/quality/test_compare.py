@@ -55,7 +55,15 @@ def test_the_json_has_the_promised_shape(flux: Any, broken: Any) -> None:
     assert data["pairs"][0]["max_abs_diff"] == 0.0
     assert (data["pairs"][0]["prompt"], data["pairs"][0]["seed"]) == ("red fox", 3)
     assert data["rewritten"] == [
-        {"site": "stub.same", "exactness": "reordered", "summary": "a stub", "fused": 4, "stock": 0, "reasons": {}}
+        {
+            "site": "stub.same",
+            "exactness": "reordered",
+            "summary": "a stub",
+            "fused": 4,
+            "stock": 0,
+            "reasons": {},
+            "called": True,
+        }
     ]
     assert data["refused"] == []
     assert data["verdict"]["passed"] is True
