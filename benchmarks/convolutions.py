@@ -26,7 +26,6 @@ import typer
 
 from benchmarks import arguments as given
 from benchmarks import gpu, table
-from benchmarks.fp32 import relative_l2
 from benchmarks.ops import MOST_CALLS, MOST_SETS, REPLAY_S, Timed, in_turn
 from benchmarks.results import Results, Row
 from benchmarks.sustained import spread_of
@@ -34,6 +33,7 @@ from fusedit import ops
 from fusedit.errors import UsageError
 from fusedit.ops import _conv
 from fusedit.ops._verify import Error
+from fusedit.quality.metrics import relative_l2
 from fusedit.vae_stages import no_tf32
 
 Tensor = torch.Tensor
@@ -164,7 +164,7 @@ def _check(row: Row, truth: Tensor, a: Arguments, stock: Row) -> None:
     made = prepare(row.plan, a)()
     if row.plan != "cudnn":
         truth = truth + a.bias.float()[:, None, None]
-    row.rel_error = relative_l2(made, truth)
+    row.rel_error = relative_l2(truth, made)
     row.stock_rel_error = stock.rel_error
     if row.stock_rel_error is not None:
         row.correct = Error(0.0, row.rel_error).within(Error(0.0, row.stock_rel_error))

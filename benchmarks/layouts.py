@@ -30,12 +30,12 @@ import typer
 
 from benchmarks import arguments as given
 from benchmarks import gpu, packed_conv, table
-from benchmarks.fp32 import relative_l2
 from benchmarks.ops import MOST_CALLS, MOST_SETS, REPLAY_S, Timed, in_turn
 from benchmarks.results import Results, Row
 from benchmarks.sustained import spread_of
 from fusedit import ops
 from fusedit.ops._op import Cost
+from fusedit.quality.metrics import relative_l2
 from fusedit.vae_stages import no_tf32
 
 Tensor = torch.Tensor
@@ -222,7 +222,7 @@ def _check(row: Row, right: Tensor, a: Arguments, first: Row) -> None:
     made = prepare(row.model, row.plan, row.variant, a)()
     if made.ndim == 7:
         made = ops.unpack_tiles.unchecked(made, *a.shape[1:])
-    error = relative_l2(made, right)
+    error = relative_l2(right, made)
     row.judge(error, error if row is first else first.rel_error)
 
 

@@ -16,38 +16,26 @@ from benchmarks.call import call, plain_call
 from benchmarks.errors import STEPS as CHECKED
 from benchmarks.errors import Truth, truth
 from benchmarks.floor import step_of
-from benchmarks.plans import COMPILED, PLANS, Laid, SideBySide, empty_caches, what_ran
+from benchmarks.plans import COMPILED, PLANS, Laid, SideBySide, empty_caches
 from benchmarks.results import Results, Row
-from benchmarks.sustained import Burst, repeated, sustained
+from benchmarks.side import Bursts, Plans, calls
+from benchmarks.sustained import Burst, repeated
 from benchmarks.workloads import WORKLOADS, Workload
 
 STEPS: Final = 8
 WARM: Final = 2
 """The first steps of a call, which also hold what is computed once a run."""
-Bursts = dict[str, Callable[[], Burst]]
 
 
-class Shape:
+class Shape(Plans):
     """One model at one size and batch: the arguments of a call, and a row for each plan."""
 
     def __init__(self, workload: Workload, size: given.Size, batch: int, plans: list[str]) -> None:
+        super().__init__("step", workload.name, size, batch, plans)
         torch.manual_seed(0)
         self.workload = workload
         self.arguments = workload.arguments(*size, batch)
         self.parts = workload.parts(*size, batch)
-        name = f"{size[0]}x{size[1]}"
-        self.rows = {plan: Row("step", workload.name, name, batch, plan) for plan in (*plans, "floor")}
-
-    def failed(self, plan: str, error: Exception) -> None:
-        self.rows[plan].error = table.why(error)
-
-    def attempt(self, plan: str, action: Callable[[], None]) -> None:
-        """Where an action of one plan fails, that plan's row says so and the others go on."""
-        try:
-            action()
-        except Exception as error:
-            self.failed(plan, error)
-        gpu.free()
 
 
 def measure(shape: Shape, seconds: float) -> None:
@@ -63,14 +51,8 @@ def measure(shape: Shape, seconds: float) -> None:
         for plan in (plan for plan in PLANS if plan in shape.rows):
             shape.attempt(plan, partial(_look, shape, bench, plan, reference, bursts))
         shape.attempt("floor", partial(_lay_floor, shape, bursts))
-        for plan, figures in sustained(bursts, seconds, shape.failed).items():
-            row = shape.rows[plan]
-            row.ms, row.spread, row.joules = figures
-        bursts.clear()
-        if bench.handle is not None:
-            shape.rows["exact"].more |= what_ran(bench.handle)
-    for row in shape.rows.values():
-        row.floor_ms = shape.rows["floor"].ms
+        shape.time(bursts, seconds, bench)
+    shape.hold_against_floor()
 
 
 def _look(shape: Shape, bench: SideBySide, plan: str, reference: Truth, bursts: Bursts) -> None:
@@ -103,17 +85,8 @@ def _lay_floor(shape: Shape, bursts: Bursts) -> None:
     row, before = shape.rows["floor"], gpu.allocated()
     gpu.reset_peaks()
     step, row.more["attention"] = step_of(shape.parts)
-    bursts["floor"] = partial(repeated, partial(_replays, gpu.capture(step)))
+    bursts["floor"] = partial(repeated, partial(calls, gpu.capture(step), STEPS, WARM))
     row.peak_bytes = gpu.peaks()[0] - before
-
-
-def _replays(replay: Callable[[], None]) -> Burst:
-    marks = gpu.Marks()
-    marks()
-    for _ in range(STEPS):
-        replay()
-        marks()
-    return Burst(marks.gaps()[WARM:], STEPS)
 
 
 def count(shape: Shape) -> None:

@@ -13,9 +13,10 @@ import typer
 
 from benchmarks import arguments as given
 from benchmarks import gpu, kernels, table
-from benchmarks.plans import Laid, SideBySide, empty_caches, what_ran
+from benchmarks.plans import Laid, SideBySide, empty_caches
 from benchmarks.results import Results, Row
-from benchmarks.sustained import Burst, repeated, sustained
+from benchmarks.side import Bursts, Plans, calls
+from benchmarks.sustained import repeated
 from benchmarks.vae_floor import ATTENTION, Part, parts_of, step_of
 from benchmarks.vae_plans import PARTS, PLANS, Truth, VaeSideBySide, inputs, run, truth, workload
 from benchmarks.workloads import Workload
@@ -27,16 +28,14 @@ FIRST: Final = 3
 """Runs before memory is measured or kernels are counted: what a plan captures or keeps is there then."""
 SHAPES: Final = (((1024, 1024), 1), ((512, 512), 1), ((2048, 2048), 1), ((1024, 1024), 4))
 """What is measured where neither --size nor --batch is given."""
-Bursts = dict[str, Callable[[], Burst]]
 
 
-class Shape:
+class Shape(Plans):
     """Decode or encode at one size and batch: a row for each plan. Holds no tensor between its two turns."""
 
     def __init__(self, workload: Workload, what: str, size: given.Size, batch: int, plans: list[str]) -> None:
+        super().__init__(f"vae-{what}", workload.name, size, batch, plans)
         self.workload, self.what, self.size, self.batch = workload, what, size, batch
-        name = f"{size[0]}x{size[1]}"
-        self.rows = {plan: Row(f"vae-{what}", workload.name, name, batch, plan) for plan in (*plans, "floor")}
 
     def inputs(self) -> torch.Tensor:
         return inputs(self.workload.pipe.vae, self.what, *self.size, self.batch)
@@ -44,17 +43,6 @@ class Shape:
     def floor(self, x: torch.Tensor) -> list[Part]:
         """Ask for it while the pipeline is stock."""
         return parts_of(getattr(self.workload.pipe.vae, PARTS[self.what]), tuple(x.shape))
-
-    def failed(self, plan: str, error: Exception) -> None:
-        self.rows[plan].error = table.why(error)
-
-    def attempt(self, plan: str, action: Callable[[], None]) -> None:
-        """Where an action of one plan fails, that plan's row says so and the others go on."""
-        try:
-            action()
-        except Exception as error:
-            self.failed(plan, error)
-        gpu.free()
 
 
 def measure(shape: Shape, seconds: float) -> None:
@@ -68,14 +56,8 @@ def measure(shape: Shape, seconds: float) -> None:
         for plan in (plan for plan in PLANS if plan in shape.rows):
             shape.attempt(plan, partial(_look, shape, bench, plan, x, reference, bursts))
         shape.attempt("floor", partial(_lay_floor, shape, parts, bursts))
-        for plan, figures in sustained(bursts, seconds, shape.failed).items():
-            row = shape.rows[plan]
-            row.ms, row.spread, row.joules = figures
-        bursts.clear()
-        if bench.handle is not None:
-            shape.rows["exact"].more |= what_ran(bench.handle)
-    for row in shape.rows.values():
-        row.floor_ms = shape.rows["floor"].ms
+        shape.time(bursts, seconds, bench)
+    shape.hold_against_floor()
 
 
 def _look(shape: Shape, bench: SideBySide, plan: str, x: torch.Tensor, reference: Truth, bursts: Bursts) -> None:
@@ -101,7 +83,7 @@ def _look(shape: Shape, bench: SideBySide, plan: str, x: torch.Tensor, reference
         row.more["unchecked"] = reference.why
     if plan != "stock":
         row.more["cold_s" if plan == "compile" else "first_step_s"] = round(first, 2)
-    bursts[plan] = partial(repeated, partial(_runs, once))
+    bursts[plan] = partial(repeated, partial(calls, once, RUNS, WARM))
 
 
 def _once(laid: Laid, what: str, x: torch.Tensor) -> torch.Tensor:
@@ -109,19 +91,10 @@ def _once(laid: Laid, what: str, x: torch.Tensor) -> torch.Tensor:
         return run(laid.pipe.vae, what, x)
 
 
-def _runs(once: Callable[[], object]) -> Burst:
-    marks = gpu.Marks()
-    marks()
-    for _ in range(RUNS):
-        once()
-        marks()
-    return Burst(marks.gaps()[WARM:], RUNS)
-
-
 def _lay_floor(shape: Shape, parts: list[Part], bursts: Bursts) -> None:
     row, before = shape.rows["floor"], gpu.allocated()
     gpu.reset_peaks()
-    bursts["floor"] = partial(repeated, partial(_runs, gpu.capture(step_of(parts))))
+    bursts["floor"] = partial(repeated, partial(calls, gpu.capture(step_of(parts)), RUNS, WARM))
     row.peak_bytes = gpu.peaks()[0] - before
     row.more |= {"attention": ATTENTION, "flops": sum(part.flops for part in parts)}
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 
 from benchmarks import gpu, table, workloads
-from benchmarks.fp32 import relative_l2
 from benchmarks.plans import Laid, SideBySide
 from benchmarks.workloads import Workload
+from fusedit.quality.metrics import relative_l2
 from fusedit.vae_stages import no_tf32
 
 PLANS: Final[tuple[str, ...]] = ("stock", "channels_last", "compile", "exact")
@@ -88,7 +88,7 @@ class Truth:
     stock_error: float | None
 
     def error(self, made: torch.Tensor) -> float | None:
-        return None if self.exact is None else relative_l2(made, self.exact)
+        return None if self.exact is None else relative_l2(self.exact, made)
 
 
 def truth(vae: Any, what: str, x: torch.Tensor) -> Truth:
@@ -100,7 +100,7 @@ def truth(vae: Any, what: str, x: torch.Tensor) -> Truth:
         return Truth(None, f"fp32: {table.why(error)}", None)
     gpu.free()
     try:
-        stock_error = relative_l2(run(vae, what, x), exact)
+        stock_error = relative_l2(exact, run(vae, what, x))
     except RuntimeError as error:
         gpu.free()
         return Truth(exact, f"stock: {table.why(error)}", None)

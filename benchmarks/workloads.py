@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.floor import Part, flux_parts, z_image_parts
+from fusedit.vae_layout import FLUX_1_DEV
 
 TOKENS: dict[str, int] = {"flux.1-dev": 512, "z-image-turbo": 200}
 """Of a prompt where nothing else is said: FLUX fills every prompt up to 512, Z-Image takes it as long as it is."""
@@ -58,17 +59,7 @@ def on_gpu(make: Callable[[], Any]) -> Any:
 
 def _vae() -> Any:
     with torch.device(gpu.DEVICE):
-        vae = _stock.AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            block_out_channels=(128, 256, 512, 512),
-            layers_per_block=2,
-            latent_channels=16,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-        )
+        vae = _stock.AutoencoderKL(**FLUX_1_DEV)
     return vae.to(torch.bfloat16).eval().requires_grad_(False)
 
 

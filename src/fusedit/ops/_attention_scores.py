@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 
-from fusedit.ops import _hopper, _rows, _triton
+from fusedit.ops import _rows, _triton
 from fusedit.ops._hopper import BK, BM, descriptor, place
 from fusedit.ops._op import Build
 from fusedit.ops._triton import kernel, tl
@@ -197,7 +197,7 @@ def scores(q: Tensor, k: Tensor, scale: float, p: Tensor, levels: Tensor, sums: 
     """q[S,D], k[T,D] and p[S,T] with dense rows on 16 bytes; levels and sums dense [tiles,S], in fp32."""
     (S, D), T = q.shape, k.shape[0]
     tiles = _rows.cdiv(S, BM) * _rows.cdiv(T, BN)
-    programs = min(_TOGETHER * _hopper.multiprocessors(q.device.index or 0) if q.is_cuda else 4, tiles)
+    programs = min(_TOGETHER * _rows.multiprocessors(q.device.index or 0) if q.is_cuda else 4, tiles)
     _scores[(programs,)](
         descriptor(q, [BM, BK]),
         descriptor(k, [BN, BK]),

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fusedit.errors import OpError
-from fusedit.ops import _check
+from fusedit.ops import _check, _rows
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor
@@ -59,6 +59,37 @@ def fits(t: Tensor) -> bool:
 def dense(x: Tensor) -> Tensor:
     """The same values with channels side by side; a copy only where they are not."""
     return x if fits(x) else x.contiguous(memory_format=torch.channels_last)
+
+
+def pixels(t: Tensor, vec: int) -> tuple[int, int, int]:
+    """Steps of a picture from image to image, row to row and pixel to pixel, in units of vec."""
+    return t.stride(0) // vec, t.stride(2) // vec, t.stride(3) // vec
+
+
+def vector(C: int, *tensors: Tensor) -> int:
+    """_rows.vector of pictures with C dense channels; 1 where one has others."""
+    if any(t.stride(1) != 1 for t in tensors):
+        return 1
+    return _rows.vector(C, *(t.permute(0, 2, 3, 1) for t in tensors))
+
+
+@kernel
+def places(
+    base_ptr: tl.tensor,
+    n: tl.tensor,
+    h: tl.tensor,
+    w: tl.tensor,
+    c: tl.tensor,
+    n_step: tl.tensor,
+    h_step: tl.tensor,
+    w_step: tl.tensor,
+    VEC: tl.constexpr,
+) -> tl.tensor:
+    """Addresses of channels c of pixels (n, h, w), n in 64 bits; steps in units of VEC."""
+    rows = base_ptr + (n * n_step + h.to(tl.int64) * h_step + w.to(tl.int64) * w_step) * VEC
+    if VEC > 1:
+        rows = tl.multiple_of(rows, 16)
+    return rows[:, None] + c[None, :]
 
 
 @kernel

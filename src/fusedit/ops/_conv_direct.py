@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fusedit.ops import _rows
-from fusedit.ops._conv import ACTIVATIONS, activate
+from fusedit.ops._conv import ACTIVATIONS, activate, pixels, places, vector
 from fusedit.ops._op import Build
 from fusedit.ops._rows import cdiv, power_of_2
 from fusedit.ops._triton import kernel, tl
@@ -89,31 +88,14 @@ def _direct(
     acc = activate(acc, ACT)
     mask = (p < P)[:, None] & (columns < K)[None, :]
     if RESIDUAL:
-        from_ = residual_ptr + (n * residual_n + h.to(tl.int64) * residual_h + w.to(tl.int64) * residual_w) * OUT
-        if OUT > 1:
-            from_ = tl.multiple_of(from_, 16)
-        acc += tl.load(from_[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    to = y_ptr + (n * y_n + h.to(tl.int64) * y_h + w.to(tl.int64) * y_w) * OUT
-    if OUT > 1:
-        to = tl.multiple_of(to, 16)
-    tl.store(to[:, None] + columns[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
+        from_ = places(residual_ptr, n, h, w, columns, residual_n, residual_h, residual_w, OUT)
+        acc += tl.load(from_, mask=mask, other=0.0).to(tl.float32)
+    tl.store(places(y_ptr, n, h, w, columns, y_n, y_h, y_w, OUT), acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def rows_of(weight: Tensor) -> Tensor:
     """weight[K,C,R,R] as [K, R * R * C]; a copy unless it lies channels_last."""
     return weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1)
-
-
-def pixels(t: Tensor, vec: int) -> tuple[int, int, int]:
-    """Steps of a picture from image to image, row to row and pixel to pixel, in units of vec."""
-    return t.stride(0) // vec, t.stride(2) // vec, t.stride(3) // vec
-
-
-def vector(*tensors: Tensor) -> int:
-    """_rows.vector of pictures with dense channels; 1 where one has others."""
-    if any(t.stride(1) != 1 for t in tensors):
-        return 1
-    return _rows.vector(8, *(t.permute(0, 2, 3, 1) for t in tensors))
 
 
 def _blocks(C: int, K: int, R: int, dtype: torch.dtype) -> dict[str, int]:
@@ -132,9 +114,9 @@ def direct(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     N, C, H, W = x.shape
     K, _, R, _ = weight.shape
     blocks = _blocks(C, K, R, x.dtype)
-    vec = vector(x) if C % blocks["BK"] == 0 else 1
+    vec = vector(C, x) if C % blocks["BK"] == 0 else 1
     other = y if residual is None else residual
-    wide = vector(other, y) if K % 8 == 0 else 1
+    wide = vector(K, other, y)
     _direct[(cdiv(K, blocks["BN"]) * cdiv(N * H * W, blocks["BM"]),)](
         x,
         rows_of(weight),

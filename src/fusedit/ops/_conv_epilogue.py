@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.ops import _rows, _triton
-from fusedit.ops._conv import ACTIVATIONS, activate
+from fusedit.ops._conv import ACTIVATIONS, activate, pixels, places, vector
 from fusedit.ops._op import Build
 from fusedit.ops._triton import kernel, tl
 
@@ -44,34 +44,16 @@ def _kernel(
     """y[p, c] = act(x[p, c] + bias[c]) + residual[p, c] for ROWS pixels; steps are in units of VEC."""
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    n, h, w = (p // (H * W)).to(tl.int64), (p // W % H).to(tl.int64), (p % W).to(tl.int64)
+    n, h, w = (p // (H * W)).to(tl.int64), p // W % H, p % W
     mask = (p < P)[:, None] & (c < C)[None, :]
-    u = tl.load(_at(x_ptr, n, h, w, c, x_n, x_h, x_w, VEC), mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(places(x_ptr, n, h, w, c, x_n, x_h, x_w, VEC), mask=mask, other=0.0).to(tl.float32)
     if BIAS:
         u += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     u = activate(u, ACT)
     if RESIDUAL:
-        from_ = _at(residual_ptr, n, h, w, c, residual_n, residual_h, residual_w, VEC)
+        from_ = places(residual_ptr, n, h, w, c, residual_n, residual_h, residual_w, VEC)
         u += tl.load(from_, mask=mask, other=0.0).to(tl.float32)
-    tl.store(_at(y_ptr, n, h, w, c, y_n, y_h, y_w, VEC), u.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-@kernel
-def _at(
-    base_ptr: tl.tensor,
-    n: tl.tensor,
-    h: tl.tensor,
-    w: tl.tensor,
-    c: tl.tensor,
-    n_step: tl.tensor,
-    h_step: tl.tensor,
-    w_step: tl.tensor,
-    VEC: tl.constexpr,
-) -> tl.tensor:
-    rows = base_ptr + (n * n_step + h * h_step + w * w_step) * VEC
-    if VEC > 1:
-        rows = tl.multiple_of(rows, 16)
-    return rows[:, None] + c[None, :]
+    tl.store(places(y_ptr, n, h, w, c, y_n, y_h, y_w, VEC), u.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def epilogue(x: Tensor, bias: Tensor | None, residual: Tensor | None, act: str, y: Tensor) -> Tensor:
@@ -81,12 +63,12 @@ def epilogue(x: Tensor, bias: Tensor | None, residual: Tensor | None, act: str, 
     if not usable or any(t.stride(1) != 1 for t in pictures) or x.dtype == torch.float64:
         return in_torch(x, bias, residual, act, y)
     N, C, H, W = x.shape
-    vec = _rows.vector(C, *(t.permute(0, 2, 3, 1) for t in pictures))
+    vec = vector(C, *pictures)
     other = y if residual is None else residual
     tile = _rows.launch(x.device).tile
     block = max(16, min(512, _rows.power_of_2(C)))
     rows = max(1, tile // block)
-    steps = (t.stride(d) // vec for t in (x, other, y) for d in (0, 2, 3))
+    steps = (step for t in (x, other, y) for step in pixels(t, vec))
     _kernel[(_rows.cdiv(N * H * W, rows), _rows.cdiv(C, block))](
         x,
         x if bias is None else bias.contiguous(),

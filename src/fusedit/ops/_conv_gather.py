@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from fusedit.ops._conv import ACTIVATIONS, activate
-from fusedit.ops._conv_direct import pixels, rows_of, vector
+from fusedit.ops._conv import ACTIVATIONS, activate, pixels, vector
+from fusedit.ops._conv_direct import rows_of
 from fusedit.ops._elementwise import sigmoid
 from fusedit.ops._op import Build
 from fusedit.ops._rows import cdiv, power_of_2
@@ -135,7 +135,7 @@ def gather(
     """For K R^2 <= COLUMNS; x with dense channels, residual and y in any layout; with a norm, x is what it is of."""
     N, C, H, W = x.shape
     K, _, R, _ = weight.shape
-    vec = vector(x) if C % 8 == 0 else 1
+    vec = vector(C, x)
     halo, step = R // 2, max(1, _BAND // W)
     rows = rows_of(weight)
     sums = torch.empty((R * R * K, min(H, step + 2 * halo) * W), dtype=torch.float32, device=x.device)

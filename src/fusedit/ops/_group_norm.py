@@ -12,7 +12,6 @@ moves the means.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -20,6 +19,7 @@ import torch
 from fusedit.ops import _rows
 from fusedit.ops._elementwise import sigmoid
 from fusedit.ops._op import Build
+from fusedit.ops._transpose import foldable
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor
@@ -206,11 +206,6 @@ def _shape(C: int, tile: int) -> tuple[int, int]:
     return block, max(1, tile // block)
 
 
-@cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def builds(residual: bool) -> list[Build]:
     """The kernels of an op with or without a residual."""
     made = []
@@ -243,8 +238,7 @@ def builds(residual: bool) -> list[Build]:
 
 def fits(t: Tensor) -> bool:
     """channels_last, or a slice of it: channels dense, and one stride from pixel to pixel."""
-    _, C, H, W = t.shape
-    return (C == 1 or t.stride(1) == 1) and (H == 1 or W == 1 or t.stride(2) == W * t.stride(3))
+    return (t.shape[1] == 1 or t.stride(1) == 1) and foldable(t)
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -277,7 +271,7 @@ def moments(
     block, rows = _shape(C, parameters.tile)
     columns = _rows.cdiv(C, block)
     # Half as many programs as could be resident: each has several tiles in flight.
-    resident = parameters.programs // 2 * (_multiprocessors(x.device.index) if x.is_cuda else 1)
+    resident = parameters.programs // 2 * (_rows.multiprocessors(x.device.index) if x.is_cuda else 1)
     loops = max(_LOOPS, _rows.cdiv(P * columns * N, rows * resident))
     parts = _rows.cdiv(P, loops * rows)
     means, squares = torch.empty((2, N, parts, C), dtype=torch.float32, device=x.device)

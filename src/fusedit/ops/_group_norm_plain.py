@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check
+from fusedit.ops import _check, _rows
 
 Tensor = torch.Tensor
 
@@ -46,8 +46,7 @@ def allocate(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def limit(x: Tensor, *_: Any, **__: Any) -> str:
-    N, _C, H, W = x.shape
-    return f"{N} images of {H} x {W} are too many" if N > 65535 or H * W > 2**31 - 2**20 else ""
+    return _rows.too_many(x.shape[0], *x.shape[2:])
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool, out: Tensor | None) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -35,7 +34,7 @@ def choose(x: Tensor, weight: Tensor, columns: int) -> Backend:
     if usable:
         reason = shape_reason(x, weight)
     if usable and not reason:
-        count, needed = multiprocessors(x.device.index or 0), tiles(x, columns)
+        count, needed = _rows.multiprocessors(x.device.index or 0), tiles(x, columns)
         share = needed / (_rows.cdiv(needed, count) * count)
         if share < FULL:
             reason = f"{needed} tiles keep only {share:.0%} of {count} multiprocessors busy"
@@ -63,14 +62,9 @@ def tiles(x: Tensor, columns: int) -> int:
     return batch * _rows.cdiv(length, BM) * _rows.cdiv(columns, BN)
 
 
-@cache
-def multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def programs(x: Tensor, columns: int) -> int:
     """One a multiprocessor; a few in the interpreter."""
-    return min(multiprocessors(x.device.index or 0) if x.is_cuda else 4, tiles(x, columns))
+    return min(_rows.multiprocessors(x.device.index or 0) if x.is_cuda else 4, tiles(x, columns))
 
 
 def descriptor(t: Tensor, block: list[int]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -64,6 +64,11 @@ def row_tile(C: int, parameters: Launch = _DEFAULT) -> Tile:
     return Tile(rows, block, max(4, block // (32 * parameters.elements)))
 
 
+@cache
+def multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
 def power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
@@ -106,6 +111,11 @@ def limit(x: Tensor, *_: Any, **__: Any) -> str:
     if x.shape[-1] > WIDEST:
         return f"rows of {x.shape[-1]} channels are wider than {WIDEST}"
     return f"batch {x.shape[0]} is larger than 65535" if x.shape[0] > 65535 else ""
+
+
+def too_many(N: int, H: int, W: int) -> str:
+    """Why a kernel with one program axis for N images and 32-bit numbers for pixels cannot take them, or nothing."""
+    return f"{N} images of {H} x {W} are too many" if N > 65535 or H * W > 2**31 - 2**20 else ""
 
 
 def row_builds(kernel: Any, flags: Mapping[str, bool] | None = None, C: int = 3072) -> list[Build]:

@@ -258,11 +258,6 @@ def transposing_builds(x_dense: int, out_dense: int) -> list[Build]:
     ]
 
 
-def limit(N: int, H: int, W: int) -> str:
-    """Why the kernel cannot take so many pictures of this size, or nothing."""
-    return f"{N} images of {H} x {W} are too many" if N > 65535 or H * W > 2**31 - 2**20 else ""
-
-
 def tile_shape(shape: Sequence[int], channels: int) -> tuple[int, int, int, int, int, int, int]:
     """That of a packed [N, C, H, W]."""
     N, C, H, W = shape

@@ -39,8 +39,7 @@ def reference(
 ) -> Tensor:
     x, weight, bias, residual = wide(x, weight, bias, residual)
     y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
-    y = F.silu(y) if activation == "silu" else F.relu(y) if activation == "relu" else y
-    return y if residual is None else y + residual
+    return _conv_epilogue.in_torch(y, None, residual, activation, None)
 
 
 def plain(

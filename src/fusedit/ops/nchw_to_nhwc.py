@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from fusedit.ops import _check, _transpose
+from fusedit.ops import _check, _rows, _transpose
 from fusedit.ops._cases import Case, T
 from fusedit.ops._conv import channels_last
 from fusedit.ops._op import Build, Cost, op, wide
@@ -43,7 +43,7 @@ def builds() -> list[Build]:
 
 
 def limit(x: Tensor) -> str:
-    return _transpose.limit(x.shape[0], *x.shape[2:])
+    return _rows.too_many(x.shape[0], *x.shape[2:])
 
 
 CASES = (

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from fusedit.ops import _check, _transpose
+from fusedit.ops import _check, _rows, _transpose
 from fusedit.ops._cases import Case, T
 from fusedit.ops._op import Build, Cost, op, wide
 
@@ -41,7 +41,7 @@ def builds() -> list[Build]:
 
 
 def limit(x: Tensor) -> str:
-    return _transpose.limit(x.shape[0], *x.shape[2:])
+    return _rows.too_many(x.shape[0], *x.shape[2:])
 
 
 def _channels_of_more(x: Tensor) -> tuple[Tensor, ...]:

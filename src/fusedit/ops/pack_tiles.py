@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _transpose
+from fusedit.ops import _check, _rows, _transpose
 from fusedit.ops._cases import Case, T
 from fusedit.ops._op import Build, Cost, op, wide
 from fusedit.ops._transpose import ALONG_CHANNELS, ALONG_PIXELS, SIDE, TILES, build
@@ -68,7 +68,7 @@ def builds() -> list[Build]:
 
 def limit(x: Tensor, channels: int = 32) -> str:
     del channels
-    return _transpose.limit(x.shape[0], *x.shape[2:])
+    return _rows.too_many(x.shape[0], *x.shape[2:])
 
 
 CASES = (

@@ -34,6 +34,7 @@ from fusedit.errors import OpError
 from fusedit.ops import _check, _conv, _rows, _triton
 from fusedit.ops._cases import Case, T
 from fusedit.ops._conv import activate
+from fusedit.ops._conv_epilogue import in_torch
 from fusedit.ops._op import Build, Cost, op, wide
 from fusedit.ops._triton import kernel, tl
 from fusedit.ops.winograd_weight import A, B, flat, winograd_weight
@@ -75,9 +76,7 @@ def _in_torch(x: Tensor, u: Tensor, bias: Tensor | None, residual: Tensor | None
     v = torch.einsum("ir,nchwrs,js->ijnhwc", b, d, b).to(x.dtype)
     m = wide(torch.bmm(v.reshape(t * t, N * h * w, C), u.mT)).view(t, t, N, h, w, K)
     y = torch.einsum("pi,ijnhwk,qj->nkhpwq", a, m, a).reshape(N, K, s * h, s * w)[:, :, :H, :W]
-    y = y if bias is None else y + bias[:, None, None]
-    y = F.silu(y) if activation == "silu" else F.relu(y) if activation == "relu" else y
-    return y if residual is None else y + residual
+    return in_torch(y, bias, residual, activation, None)
 
 
 def check(
