@@ -1,17 +1,18 @@
 """Every convolution of FLUX's VAE, by cuDNN and by the ops that could stand in its place.
 
-`cudnn` has no bias, `cudnn+bias` adds it in a second kernel; the others add it in their own. `triton` is the kernel of
-ops.conv2d, also where the op itself would choose the library; `winograd-2` and `winograd-4` are ops.winograd_conv2d on
-weights that were transformed before. Pictures, weights and results lie channels_last. A layer's arguments take turns,
-so that none lies in the cache. TFLOP/s are those of a direct convolution, whatever computes it.
+`cudnn` has no bias, `cudnn+bias` adds it in a second kernel; the others add it in their own. `own` is ops.conv2d with
+that algorithm; `winograd-2` and `winograd-4` are ops.winograd_conv2d on weights that were transformed before. Where a
+3x3 has as many outputs as channels, as the last one of a residual block, `cudnn+residual` is cuDNN and one pass of ours
+for bias and residual, and `own+residual` adds them in the kernel. Pictures, weights and results lie channels_last. A
+layer's arguments take turns, so that none lies in the cache. TFLOP/s are those of a direct convolution, whatever
+computes it.
 
-The error is relative L2 against fp32 on the same values. Green is what the ops ask for: at most twice that of `cudnn`
-in bf16, plus 1e-6.
+The error is relative L2 against fp32 on the same values, of the convolution alone: for it no plan is given a bias or a
+residual. Green is what the ops ask for: at most twice that of `cudnn` in bf16, plus 1e-6.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import statistics
@@ -38,7 +39,8 @@ from fusedit.vae_stages import no_tf32
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
-PLANS: Final = ("cudnn", "cudnn+bias", "triton", "winograd-2", "winograd-4")
+PLANS: Final = ("cudnn", "cudnn+bias", "own", "winograd-2", "winograd-4")
+BESIDE_A_RESIDUAL: Final = ("cudnn+residual", "own+residual")
 FASTEST: Final = 1e15
 """FLOP/s that no card here exceeds: so many calls that a replay lasts about REPLAY_S, or longer."""
 
@@ -53,6 +55,17 @@ class Layer(NamedTuple):
     height: int
 
     @property
+    def in_a_block(self) -> bool:
+        """Whether a residual can be added to its result."""
+        return self.R == 3 and self.C == self.K
+
+    @property
+    def plans(self) -> tuple[str, ...]:
+        """Those that this layer has: Winograd is for 3x3 only."""
+        alone = PLANS if self.R == 3 else PLANS[:3]
+        return (*alone, *BESIDE_A_RESIDUAL) if self.in_a_block else alone
+
+    @property
     def flops(self) -> int:
         return 2 * self.width * self.height * self.C * self.K * self.R**2
 
@@ -62,7 +75,8 @@ class Arguments(NamedTuple):
 
     x: Tensor
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
 
 
 def layers(sizes: list[given.Size]) -> list[Layer]:
@@ -78,7 +92,8 @@ def layers(sizes: list[given.Size]) -> list[Layer]:
 def arguments(layer: Layer) -> Arguments:
     x = _random(1, layer.C, layer.height, layer.width)
     weight = _random(layer.K, layer.C, layer.R, layer.R).mul_((layer.R**2 * layer.C) ** -0.5)
-    return Arguments(x, weight, torch.randn(layer.K, dtype=torch.bfloat16, device=gpu.DEVICE))
+    bias = torch.randn(layer.K, dtype=torch.bfloat16, device=gpu.DEVICE)
+    return Arguments(x, weight, bias, _random(*x.shape) if layer.in_a_block else None)
 
 
 def _random(*shape: int) -> Tensor:
@@ -88,20 +103,13 @@ def _random(*shape: int) -> Tensor:
 
 def prepare(plan: str, a: Arguments) -> Call:
     """The plan's call on these arguments; what a model does once for all calls is done here."""
-    padding = a.weight.shape[-1] // 2
-    if plan.startswith("cudnn"):
+    if plan in ("cudnn", "cudnn+bias"):
         bias = a.bias if plan == "cudnn+bias" else None
-        return lambda: F.conv2d(a.x, a.weight, bias, padding=padding)
-    if plan == "triton":
-        _op("conv2d")
-        launch = importlib.import_module("fusedit.ops.conv2d").launch
-
-        def triton() -> Tensor:
-            out = _conv.channels_last(a.x, (len(a.x), len(a.weight), *a.x.shape[2:]))
-            launch(a.x, a.weight, a.bias, None, "none", out)
-            return out
-
-        return triton
+        return lambda: F.conv2d(a.x, a.weight, bias, padding=a.weight.shape[-1] // 2)
+    if not plan.startswith("winograd"):
+        conv, algorithm = _op("conv2d"), "library" if plan.startswith("cudnn") else "own"
+        residual = a.residual if plan.endswith("+residual") else None
+        return lambda: conv(a.x, a.weight, a.bias, residual, "none", algorithm)
     winograd = _op("winograd_conv2d")
     u = _op("winograd_weight")(a.weight, int(plan.removeprefix("winograd-")))
     return lambda: winograd(a.x, u, a.bias, None, "none")
@@ -116,11 +124,10 @@ def _op(name: str) -> Any:
 
 @torch.no_grad()
 def measure(layer: Layer, seconds: float) -> list[Row]:
-    """A row for each plan; Winograd is for 3x3 only."""
+    """A row for each plan."""
     torch.manual_seed(0)
     name, size = f"{layer.C}->{layer.K} {layer.R}x{layer.R}", f"{layer.width}x{layer.height}"
-    plans = [plan for plan in PLANS if layer.R == 3 or not plan.startswith("winograd")]
-    rows = {plan: Row("convolutions", name, size, 1, plan) for plan in plans}
+    rows = {plan: Row("convolutions", name, size, 1, plan) for plan in layer.plans}
     runs: dict[str, Timed] = {}
 
     def attempt(plan: str, action: Callable[[], None]) -> None:
@@ -161,9 +168,7 @@ def _sets(layer: Layer) -> list[Arguments]:
 
 
 def _check(row: Row, truth: Tensor, a: Arguments, stock: Row) -> None:
-    made = prepare(row.plan, a)()
-    if row.plan != "cudnn":
-        truth = truth + a.bias.float()[:, None, None]
+    made = prepare(row.plan, a._replace(bias=None, residual=None))()
     row.rel_error = relative_l2(truth, made)
     row.stock_rel_error = stock.rel_error
     if row.stock_rel_error is not None:
@@ -214,7 +219,7 @@ def show(rows: list[Row]) -> None:
     """One line a row; ratios against cuDNN with a bias."""
     stock = next((row for row in rows if row.plan == "cudnn+bias"), None)
     for row in rows:
-        label = f"{row.model:12} {row.size:9} {row.plan:10}"
+        label = f"{row.model:12} {row.size:9} {row.plan:14}"
         if row.error is not None or row.ms is None:
             typer.echo(f"{label} {row.error or 'not measured'}")
             continue

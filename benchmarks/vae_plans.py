@@ -52,16 +52,22 @@ def run(vae: Any, what: str, x: torch.Tensor) -> torch.Tensor:
 
 
 class VaeSideBySide(SideBySide):
-    """As SideBySide; what is compiled is the decoder or the encoder."""
+    """As SideBySide; what is compiled is the decoder or the encoder.
+
+    Stock has a copy of the VAE too: with one that is shared, each change of turns would put the weights of its
+    convolutions back, lay them anew and drop the graphs.
+    """
 
     def __init__(self, workload: Workload, what: str) -> None:
         super().__init__(workload)
         self.what = what
 
     def lay(self, plan: str) -> Laid:
-        if plan not in ("channels_last", "compile"):
+        if plan not in ("stock", "channels_last", "compile"):
             return super().lay(plan)
-        vae = copy.deepcopy(self.workload.pipe.vae).to(memory_format=torch.channels_last)
+        vae = copy.deepcopy(self.workload.pipe.vae)
+        if plan != "stock":
+            vae = vae.to(memory_format=torch.channels_last)
         if plan == "compile":
             torch.compiler.reset()  # else what was compiled for another size makes this one compile for any size
             compile_in_place(getattr(vae, PARTS[self.what]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from benchmarks.cells import NONE, check, errors, number, run_of, section
+from benchmarks.convolutions import BESIDE_A_RESIDUAL, PLANS
 from benchmarks.newest import Entry, Newest, grouped
 from benchmarks.results import Row
 from benchmarks.sections import timed_as
@@ -25,8 +26,9 @@ and the later half counts.
 CONVOLUTIONS: Final = """\
 Each convolution of FLUX's VAE alone, bf16, channels_last, on arguments that do not lie in the cache: ms, and the
 fastest of those whose check is green. `cudnn` has no bias and `cudnn+bias` adds it in a second kernel; the others add
-it in their own. **errors**: relative L2 against fp32 in the order of the columns; the check is the house rule, at most
-twice that of `cudnn` in bf16.
+it in their own. The last two plans add a residual as well, cuDNN in a second pass. **errors**: relative L2 against fp32
+in the order of the columns, of the convolution alone; the check is the house rule, at most twice that of `cudnn` in
+bf16.
 """
 LAYOUTS: Final = """\
 The same arithmetic on the same values, bf16, as they lie in memory one way or another, on arguments that do not lie in
@@ -34,7 +36,7 @@ the cache. **computed by**: torch and its libraries, one of the ops, or a kernel
 **error**: relative L2 against fp32, and after the slash that of the first of its kind. **check**: green where the
 former is at most 5 % above the latter.
 """
-PLANS: Final = ("cudnn", "cudnn+bias", "triton", "winograd-2", "winograd-4")
+_COLUMNS: Final = (*PLANS, *BESIDE_A_RESIDUAL)
 
 
 def decode(newest: Newest, entries: list[Entry]) -> str:
@@ -48,7 +50,7 @@ def encode(newest: Newest, entries: list[Entry]) -> str:
 
 
 def convolutions(newest: Newest, entries: list[Entry]) -> str:
-    heads = ["layer", "picture", *(f"{plan} ms" for plan in PLANS), "fastest", "errors", "check", "run"]
+    heads = ["layer", "picture", *(f"{plan} ms" for plan in _COLUMNS), "fastest", "errors", "check", "run"]
     rows = [_layer(newest, group) for group in grouped(entries)]
     return section("Convolutions of the VAE", CONVOLUTIONS, heads, rows)
 
@@ -58,14 +60,14 @@ def _layer(newest: Newest, group: list[Entry]) -> list[str]:
     entry = max(group, key=lambda e: (e.run.when, e.run.name))
     found = {e.row.plan: e.row for e in group if e.run is entry.run}
     made = {plan: row for plan, row in found.items() if row.error is None and row.ms is not None}
-    green = [plan for plan, row in made.items() if row.correct]
+    green = [plan for plan in PLANS if plan in made and made[plan].correct]
     red = [plan for plan, row in made.items() if row.correct is False]
     fastest = min(green, key=lambda plan: made[plan].ms or 0.0, default=NONE)
     verdict = f"**red**: {', '.join(red)}" if red else check(True if green else None)
     return [
         entry.row.model,
         entry.row.size,
-        *(_time(found.get(plan)) for plan in PLANS),
+        *(_time(found.get(plan)) for plan in _COLUMNS),
         fastest,
         " / ".join(_error(made[plan].rel_error) if plan in made else NONE for plan in PLANS),
         verdict,

@@ -12,9 +12,9 @@ from fusedit.models import FusedModel
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.hoist import Run
+from fusedit.runtime.homes import unpack
 from fusedit.runtime.inspect_module import inner_reason
 from fusedit.runtime.install import FusedForward, find, install, uninstall
-from fusedit.runtime.linear import unpack
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

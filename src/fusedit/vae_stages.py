@@ -123,7 +123,8 @@ def variants(module: Any, what: str, x: Tensor) -> tuple[Variant, ...]:
     model_class = HALVES[what]
     reason = model_class.refuse(module)
     if reason is None:
-        model = model_class(module, Plan(cache={"graphs": False, "prompts": False}), Counters())
+        own = copy.deepcopy(module)  # whose weights may be laid otherwise
+        model = model_class(own, Plan(cache={"graphs": False, "prompts": False}), Counters())
         reason = model.needs_stock((x,), {})
     if reason is not None:
         raise UnsupportedPipelineError(f"fusedit has no fused {what} for this VAE: {reason}; stock is all there is")

@@ -405,6 +405,19 @@ def test_a_pickle_needs_no_fusedit_and_is_no_larger_than_stock() -> None:
     assert "__reduce_ex__" not in pipe.transformer.__dict__
 
 
+def test_a_pickle_is_no_larger_when_the_accelerated_pipeline_is_gone() -> None:
+    pipe = flux_pipe()
+    transformer = pipe.transformer
+    size = len(pickle.dumps(transformer))
+    fusedit.accelerate(pipe)
+    flux_call(pipe)
+    del pipe
+    gc.collect()
+    assert not all(p.untyped_storage().nbytes() == p.nbytes for p in transformer.parameters())
+    assert len(pickle.dumps(transformer)) < 1.02 * size
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in transformer.parameters())
+
+
 def test_a_pipeline_without_denoiser_is_refused() -> None:
     pipe = flux_pipe()
     pipe.transformer = None

@@ -1,7 +1,8 @@
 """What the fused encoder and decoder of a VAE share: residual blocks and attention on channels_last memory.
 
 On a GPU a convolution leaves its bias to whoever reads its result next: GroupNorm, which moves its means by it, or the
-addition of the residual, which happens in the pass that takes the next GroupNorm's statistics. `Sum` is such a result.
+addition of the residual, which happens in the pass that takes the next GroupNorm's statistics, or, with the statistics
+too, in the convolution itself, which is left to its reader as a whole for that. `Sum` is such a result.
 
 Letters: N pictures, C channels, H and W rows and columns.
 """
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from fusedit import ops
 from fusedit.models._model import FusedModel, Rewrite
 from fusedit.plan import Plan
+from fusedit.runtime import relaid
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.linear import linear
@@ -29,11 +31,12 @@ WIDENED: Final = "float16 weights computed in float32, since float16 overflows t
 
 
 class Sum(NamedTuple):
-    """x + bias + residual, not added yet; bias[C] of any dtype."""
+    """x + bias + residual, not added yet; bias[C] of any dtype. With a weight, conv(x, weight) in the place of x."""
 
     x: Tensor
     bias: Tensor | None = None
     residual: Tensor | None = None
+    weight: Tensor | None = None
 
 
 Stage = Callable[[Sum], Sum]
@@ -62,6 +65,8 @@ class VaeModel(FusedModel):
         self.convolve = self.site(f"{self.name}.conv2d", ops.conv2d)
         self.attention = self.site(f"{self.name}.attention", ops.attention)
         self.residual_norm = self.site(f"{self.name}.residual_norm", ops.residual_group_norm_silu)
+        self.conv_norm = self.site(f"{self.name}.residual_norm", ops.conv2d_residual_group_norm_silu)
+        self.joins = plan.enabled(f"{self.name}.conv2d") and plan.enabled(f"{self.name}.residual_norm")
 
     def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         m: Any = self.module
@@ -103,8 +108,21 @@ class VaeModel(FusedModel):
                 y = ops.nhwc_to_nchw(y)
             return y.to(sample.dtype)
 
-        refused = "weights move between calls (offload)" if offload_hook(m) else ""
+        offloaded = offload_hook(m)
+        self._lay_weights(sample, offloaded)  # not in a step: a graph takes the weights for granted where they lie
+        refused = "weights move between calls (offload)" if offloaded else ""
         return self.graphs.run((), m, (sample,), step, refused)
+
+    def _lay_weights(self, sample: Tensor, offloaded: bool) -> None:
+        """On a GPU weights lie as the pictures do that they are convolved with, elsewhere as stock has them."""
+        if not relaid.on_gpu(sample) or not self.plan.enabled(f"{self.name}.channels_last"):
+            relaid.put_back(self.module)
+            return
+        dtype = torch.float32 if sample.dtype == torch.float16 else sample.dtype
+        relaid.lay(self.module, sample.device, dtype, self.counters, offloaded=offloaded)
+
+    def unpack(self) -> None:
+        relaid.put_back(self.module)
 
     # -- layers ------------------------------------------------------------------------------------------------------
 
@@ -136,6 +154,10 @@ class VaeModel(FusedModel):
         """What the sum came to, as far as it had to be added, and its norm; in place where the sum is `spent`."""
         weight, bias = self.weights(norm, s.x)
         options = (weight, bias, norm.num_groups, norm.eps, silu)
+        if s.weight is not None:
+            self.counters.ran(f"{self.name}.conv2d")
+            x, n = self.conv_norm(s.x, s.weight, s.residual, *options, s.bias, out=(s.residual, s.x))
+            return Sum(x), n
         if s.residual is None:
             return s, self.norm(s.x, *options, s.bias, out=s.x if spent and s.x.is_cuda else None)
         if self.plan.enabled(f"{self.name}.residual_norm"):
@@ -146,9 +168,21 @@ class VaeModel(FusedModel):
         return Sum(x), self.norm(x, *options)
 
     def resnet(self, block: Any, s: Sum) -> Sum:
+        """A residual block; its last convolution may be left to the next norm, in place of the block's input."""
         s, h = self._before_second(block, s)
-        h, bias, _ = self.conv(block.conv2, h)
-        return self._with_shortcut(block, s, h, bias)
+        layer = block.conv2
+        if self.joins and h.is_cuda and type(layer) is nn.Conv2d and block.conv_shortcut is None:
+            weight, bias = self.weights(layer, h)
+            return Sum(h, _total(bias, s.bias), s.x, weight)
+        return self._with_shortcut(block, s, *self.conv(layer, h)[:2])
+
+    def made(self, s: Sum) -> Sum:
+        """The same sum with its convolution computed, so that each stage pays for its own."""
+        if s.weight is None:
+            return s
+        if ops.conv2d.backend(s.x, s.weight, s.bias, s.residual).name == "hopper":
+            return Sum(self.convolve(s.x, s.weight, s.bias, s.residual, out=s.residual))
+        return Sum(self.convolve(s.x, s.weight), s.bias, s.residual)
 
     def _before_second(self, block: Any, s: Sum) -> tuple[Sum, Tensor]:
         """The block's input as far as it had to be added, and what its second convolution reads."""
@@ -161,8 +195,7 @@ class VaeModel(FusedModel):
         """A residual block whose result no GroupNorm reads: everything is added behind its last convolution."""
         s, h = self._before_second(block, s)
         if not h.is_cuda or type(block.conv2) is not nn.Conv2d or block.conv_shortcut is not None:
-            h, bias, _ = self.conv(block.conv2, h)
-            return added(self._with_shortcut(block, s, h, bias), out)
+            return added(self._with_shortcut(block, s, *self.conv(block.conv2, h)[:2]), out)
         weight, bias = self.weights(block.conv2, h)
         y: Tensor = self.convolve(h, weight, _total(bias, s.bias), s.x, out=s.x if out is None else out)
         return y
@@ -206,7 +239,7 @@ class VaeModel(FusedModel):
         s = self.resnet(block.resnets[0], s)
         for attn, resnet in zip(block.attentions, list(block.resnets)[1:], strict=True):
             s = self.resnet(resnet, s if attn is None else self.attend(attn, s))
-        return s
+        return self.made(s)
 
 
 def added(s: Sum, out: Tensor | None = None) -> Tensor:

@@ -1,9 +1,9 @@
 """AutoencoderKL: the fused forward of its decoder, so that decode is faster, sliced and tiled decode too.
 
 Everything runs on channels_last memory, where GroupNorm and SiLU are one op and attention needs no transposition; the
-latents are converted once, and the picture once. The convolutions' weights stay as stock has them: the library reorders
-them in each call. Doubling a picture by repeating pixels and then convolving it 3x3 is one op (see upsample_conv2d),
-which sums the weights in each call as they are.
+latents are converted once, and the picture once. On a GPU the convolutions' weights lie channels_last too, in place:
+the library would reorder them in each call (see runtime/relaid.py). Doubling a picture by repeating pixels and then
+convolving it 3x3 is one op (see upsample_conv2d), which sums the weights in each call as they are.
 
 Letters: N pictures, C channels, H and W rows and columns.
 """
@@ -95,7 +95,7 @@ class AutoencoderKL(VaeModel):
                 s = self.resnet(resnet, s)
             upsamplers = list(block.upsamplers or ())
             if not upsamplers:
-                return self.resnet(last, s)
+                return self.made(self.resnet(last, s))
             s = self._doubled(upsamplers[0].conv, self.last_resnet(last, s))
             for upsampler in upsamplers[1:]:
                 s = self._doubled(upsampler.conv, added(s))

@@ -72,7 +72,7 @@ class AutoencoderKLEncoder(VaeModel):
                 s = self.resnet(resnet, s)
             downsamplers = list(block.downsamplers or ())
             if not downsamplers:
-                return self.resnet(last, s)
+                return self.made(self.resnet(last, s))
             N, _, H, W = s.x.shape
             padded = _with_zeros(s.x, (N, last.out_channels, H + 1, W + 1))
             self.last_resnet(last, s, padded[:, :, :-1, :-1])

@@ -264,7 +264,6 @@ def moments(
     source = _flat(x)
     other = source if residual is None else _flat(residual)
     made = source if summed is None else _flat(summed)
-    weight = _rows.inner(weight)
     pre = weight if pre_bias is None else _rows.inner(pre_bias)
     vec = _rows.vector(C, source, other, made)
     parameters = _rows.launch(x.device)
@@ -275,7 +274,6 @@ def moments(
     loops = max(_LOOPS, _rows.cdiv(P * columns * N, rows * resident))
     parts = _rows.cdiv(P, loops * rows)
     means, squares = torch.empty((2, N, parts, C), dtype=torch.float32, device=x.device)
-    centers, factors = torch.empty((2, N, C), dtype=torch.float32, device=x.device)
     steps = (*_rows.steps(source, vec), *_rows.steps(other, vec), *_rows.steps(made, vec))
     _statistics[(parts, columns, N)](
         source,
@@ -297,10 +295,29 @@ def moments(
         num_warps=4,
         enable_fp_fusion=True,
     )
+    before = pre_bias if residual is None else None  # else it is in the sum
+    return joined(means, squares, before, weight, groups, eps, P, loops * rows)
+
+
+def joined(
+    means: Tensor,
+    squares: Tensor,
+    pre_bias: Tensor | None,
+    weight: Tensor,
+    groups: int,
+    eps: float,
+    pixels: int,
+    size: int,
+) -> tuple[Tensor, Tensor]:
+    """centers and factors, as `moments`, from those of parts of `size` out of so many pixels: [N, parts, C] in fp32."""
+    N, parts, C = means.shape
+    centers, factors = torch.empty((2, N, C), dtype=torch.float32, device=means.device)
+    weight = _rows.inner(weight)
+    pre = weight if pre_bias is None else _rows.inner(pre_bias)
     channels = _rows.power_of_2(C // groups)
-    joined: dict[str, Any] = {"C": C, "G": groups, "CHANNELS": channels, "PARTS": max(1, _JOINED // channels)}
-    joined |= {"PRE": pre_bias is not None and residual is None, "num_warps": 16, "enable_fp_fusion": True}
-    _join[(groups, N)](means, squares, pre, weight, centers, factors, P, parts, loops * rows, eps, **joined)
+    constexprs: dict[str, Any] = {"C": C, "G": groups, "CHANNELS": channels, "PARTS": max(1, _JOINED // channels)}
+    constexprs |= {"PRE": pre_bias is not None, "num_warps": 16, "enable_fp_fusion": True}
+    _join[(groups, N)](means, squares, pre, weight, centers, factors, pixels, parts, size, eps, **constexprs)
     return centers, factors
 
 
@@ -321,7 +338,7 @@ def launch(
     summed: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Launches the three kernels; with a residual the sum goes to `summed`."""
+    """All three kernels; with a residual the sum goes to `summed`."""
     if not fits(out) or not (summed is None or fits(summed)):  # by way of tensors that fit
         direct = None if summed is None else torch.empty_like(summed, memory_format=torch.channels_last)
         dense = torch.empty_like(out, memory_format=torch.channels_last)
@@ -330,10 +347,15 @@ def launch(
         if summed is not None and direct is not None:
             summed.copy_(direct)
         return
-    N, C, H, W = x.shape
     x, residual = lying(x), None if residual is None else lying(residual)
     centers, factors = moments(x, residual, pre_bias, weight, groups, eps, summed)
-    source, target = _flat(x if summed is None else summed), _flat(out)
+    normalise(x if summed is None else summed, centers, factors, bias, silu, out)
+
+
+def normalise(x: Tensor, centers: Tensor, factors: Tensor, bias: Tensor, silu: bool, out: Tensor) -> None:
+    """out = silu((x - center) * factor + bias); x and out `fit`, and out may lie on x."""
+    N, C, H, W = x.shape
+    source, target = _flat(x), _flat(out)
     vec = _rows.vector(C, source, target)
     block, rows = _shape(C, _rows.launch(x.device).tile)
     _apply[(_rows.cdiv(H * W, rows * _LOOPS), _rows.cdiv(C, block), N)](

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from fusedit.ops import _rows, _triton
+from fusedit.ops import _gluon, _rows, _triton
 from fusedit.ops._op import Backend
 from fusedit.ops._triton import kernel, tl
 
@@ -67,12 +67,14 @@ def programs(x: Tensor, columns: int) -> int:
     return min(_rows.multiprocessors(x.device.index or 0) if x.is_cuda else 4, tiles(x, columns))
 
 
-def descriptor(t: Tensor, block: list[int]) -> Any:
-    """Tiles of a tensor with dense rows on 16 bytes, by TMA."""
+def descriptor(t: Tensor, block: list[int], layout: Any = None) -> Any:
+    """Tiles of a tensor with dense rows on 16 bytes, by TMA; with a layout of shared memory, for a kernel in Gluon."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     # A dimension of one element may have any stride in torch, but TMA asks for multiples of 16 bytes.
     strides = [s if n > 1 else 8 * t.shape[-1] for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True)]
+    if layout is not None:
+        return _gluon.descriptor_class(t, list(t.shape), [*strides, 1], block, layout)
     return TensorDescriptor(t, list(t.shape), [*strides, 1], block)
 
 

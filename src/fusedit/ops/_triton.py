@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["INTERPRETING", "capability", "kernel", "status", "tl", "triton"]
+__all__ = ["INTERPRETING", "capability", "kernel", "status", "tl", "triton", "unspecialised"]
 
 _MINIMUM = (3, 6)
 _reason = ""
@@ -43,10 +43,14 @@ def kernel(function: Callable[..., Any]) -> Any:
             raise RuntimeError(f"kernel {function.__name__} cannot run: {_reason}")
 
         return missing
-    names = [p.name for p in inspect.signature(function).parameters.values() if "constexpr" not in str(p.annotation)]
-    pointers = [name for name in names if name.endswith("_ptr")]
-    numbers = [name for name in names if not name.endswith("_ptr")]
+    numbers, pointers = unspecialised(function)
     return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)
+
+
+def unspecialised(function: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """Names of the numbers and of the pointers among a kernel's parameters."""
+    names = [p.name for p in inspect.signature(function).parameters.values() if "constexpr" not in str(p.annotation)]
+    return [n for n in names if not n.endswith("_ptr")], [n for n in names if n.endswith("_ptr")]
 
 
 @cache

@@ -4,9 +4,11 @@
 
 N pictures, C input and K output channels, H, W pixels, R x R taps; x counts as 0 outside. act: `none`, `silu`, `relu`.
 x, weight, residual, y of one dtype, bias of any; sums in fp32; on the own kernels rounded once, after the residual.
-Who serves a call is asked with `conv2d.backend(...)`; tables by compute capability and shape, from measurements:
+`algorithm` is `fastest`, by tables of compute capability and shape, from measurements; `library`; or `own`, any of ours
+that can take the call. Who serves is asked with `conv2d.backend(...)`:
 - `library`: cuDNN, then bias, activation and residual in one pass of ours (torch's own bias is a pass for itself).
-- `tma`: an implicit product on Hopper, tiles by TMA, everything in its epilogue (_conv_tma.py).
+- `hopper`: an implicit product, 3x3, tiles by TMA, bias and residual with the products (_conv_hopper.py). A residual
+  that is not finite makes NaN of 64 channels of its pixel.
 - `direct`: an implicit product by pointers, for few input channels in any layout (_conv_direct.py).
 - `gather`: for few outputs, one product with all taps, then sums (_conv_gather.py).
 - `plain`: torch, on a CPU.
@@ -22,7 +24,8 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from fusedit.ops import _conv, _conv_direct, _conv_epilogue, _conv_gather, _conv_tma, _triton
+from fusedit.errors import OpError
+from fusedit.ops import _check, _conv, _conv_direct, _conv_epilogue, _conv_gather, _conv_hopper, _triton
 from fusedit.ops._cases import Case, T
 from fusedit.ops._op import Backend, Build, Cost, op, wide
 
@@ -30,13 +33,24 @@ Tensor = torch.Tensor
 _FEW: Final = 16
 """Input channels up to which `direct` is faster than the library. H200: 3 -> 128 at 1024x1024 137 us against 700, 16 ->
 512 at 128x128 42 against 50."""
-_OWN: Final[dict[tuple[int, int], frozenset[tuple[int, int, int]]]] = {(9, 0): frozenset()}
-"""Compute capability -> (C, K, R) for which `tma` is faster than the library and the pass behind it."""
+_BESIDE_A_RESIDUAL: Final[dict[tuple[int, int], frozenset[tuple[int, int]]]] = {
+    (9, 0): frozenset({(128, 128), (256, 256), (512, 512)})
+}
+"""Compute capability -> (C, K) of 3x3 convolutions for which `hopper`, which adds a residual on the way, is faster than
+the library and a pass behind it. Without a residual it is nowhere. H200: 128 channels at 1024x1024 0.522 ms against
+0.434 + 0.21, 256 at 512x512 0.467 against 0.428 + 0.11, 512 at 256x256 0.436 against 0.432 + 0.05."""
+ALGORITHMS: Final = ("fastest", "library", "own")
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    algorithm: str = "fastest",
 ) -> Tensor:
+    del algorithm
     x, weight, bias, residual = wide(x, weight, bias, residual)
     y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
     return _conv_epilogue.in_torch(y, None, residual, activation, None)
@@ -48,9 +62,11 @@ def plain(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str = "none",
+    algorithm: str = "fastest",
     *,
     out: Tensor | None = None,
 ) -> Tensor:
+    del algorithm
     y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
     return _conv_epilogue.in_torch(y, None, residual, activation, out)
 
@@ -61,7 +77,10 @@ def check(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: object = "none",
+    algorithm: object = "fastest",
 ) -> tuple[tuple[int, ...]]:
+    if algorithm not in ALGORITHMS:
+        raise OpError(f"conv2d: algorithm must be one of {', '.join(ALGORITHMS)}, not {_check.show(algorithm)}")
     return (_conv.check("conv2d", (1, 3), x, weight, bias, residual, activation),)
 
 
@@ -74,60 +93,61 @@ def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor
 
 
 def reads(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *_: Any, **__: Any
 ) -> tuple[Tensor, ...]:
     """The result may lie on the residual, and on nothing else."""
-    del activation
     first = x[:0] if residual is None else residual
     return tuple(t for t in (first, x, weight, bias) if t is not None)
 
 
 def choose(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = "none"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    algorithm: str = "fastest",
 ) -> Backend:
-    """The implementation that serves this call, and why no faster one does."""
-    del bias, activation
+    """The implementation that serves this call, and why no faster one does.
+
+    Raises:
+        OpError: one of ours was asked for, and none can take the call.
+    """
+    del bias
     usable, why = _triton.status(x.device, x.dtype)
-    if not (x.is_cuda or _triton.INTERPRETING):
-        return Backend("plain", why or f"no kernels for device type {x.device.type}")
     if usable and x.dtype == torch.float64:
         usable, why = False, "no kernels for float64"
-    if _triton.INTERPRETING and x.dtype == torch.bfloat16:  # it would multiply the bit patterns, as whole numbers
-        return Backend("plain", "triton's interpreter cannot multiply bfloat16")
-    if not usable:
+    elif usable and x.is_cuda and x.dtype == torch.float32:
+        usable, why = False, "products of float32 are the library's"
+    elif usable and x.shape[0] * x.shape[2] * x.shape[3] >= 2**31 - 2**20:
+        usable, why = False, f"{x.shape[0]} pictures of {x.shape[2]} x {x.shape[3]} are too many"
+    elif usable and _triton.INTERPRETING and x.dtype == torch.bfloat16:  # it would multiply the bit patterns
+        usable, why = False, "triton's interpreter cannot multiply bfloat16"
+    if not usable and algorithm == "own":
+        raise OpError(f"conv2d: algorithm 'own' cannot serve x {_check.show(x)}: {why}")
+    if not x.is_cuda and not (usable and _triton.INTERPRETING):
+        return Backend("plain", why)
+    if not usable or algorithm == "library":
         return Backend("library", why)
-    if x.is_cuda and x.dtype == torch.float32:
-        return Backend("library", "products of float32 are the library's")
-    C, H, W = x.shape[1:]
-    K, _, R, _ = weight.shape
-    if x.shape[0] * H * W >= 2**31 - 2**20:
-        return Backend("library", f"{x.shape[0]} pictures of {H} x {W} are too many")
+    C, (K, _, R, _) = x.shape[1], weight.shape
     if K * R * R <= _conv_gather.COLUMNS and C >= 16:
         return Backend("gather", "")
     if C <= _FEW or not x.is_cuda:
         return Backend("direct", "")
+    reason = _conv_hopper.reason(x, K, R, activation, residual)
+    if algorithm == "own":
+        return Backend("direct", reason) if reason else Backend("hopper", "")
+    reason = reason or _slower(x, K, residual)
+    return Backend("library", reason) if reason else Backend("hopper", "")
+
+
+def _slower(x: Tensor, K: int, residual: Tensor | None) -> str:
+    """Why `hopper`, which could take the call, is not the fastest, or nothing."""
     capability = _triton.capability(x.device.index or 0)
-    if (C, K, R) not in _OWN.get(capability, ()):
-        return Backend("library", f"not measured to be slower for {C} -> {K}, {R}x{R}, on {capability}")
-    if _waste(W):
-        return Backend("library", f"tiles of {_conv_tma.BM} pixels fill rows of {W} badly")
-    reason = _conv_tma.reason(x, K, residual)
-    return Backend("library", reason) if reason else Backend("tma", "")
-
-
-def _waste(W: int) -> bool:
-    """Whether more than a tenth of the tiles lies outside of rows of W pixels."""
-    tiles = -(-W // _conv_tma.BM) * _conv_tma.BM
-    return 10 * (tiles - W) > tiles
-
-
-def launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, out: Tensor
-) -> str:
-    """An own kernel, whatever the table says: the one by TMA where it can, else the one by pointers; says which."""
-    name = "direct" if _conv_tma.reason(x, weight.shape[0], residual, out) else "tma"
-    _own(name, x, weight, bias, residual, activation, out)
-    return name
+    if residual is None or (x.shape[1], K) not in _BESIDE_A_RESIDUAL.get(capability, ()):
+        beside = "without a residual" if residual is None else "beside a residual"
+        return f"not measured to be slower for {x.shape[1]} -> {K} {beside} on {capability}"
+    return _conv_hopper.idle(x, K)
 
 
 def _own(
@@ -138,10 +158,10 @@ def _own(
     if name == "gather":
         return _conv_gather.gather(_conv.dense(x), weight, bias, residual, act, y)
     target = y if _conv.fits(y) else _conv.channels_last(y, y.shape)
-    if name == "tma" and _conv_tma.reason(x, weight.shape[0], residual, target):
+    if name == "hopper" and _conv_hopper.reason(x, weight.shape[0], 3, act, residual, target):
         name = "direct"  # whatever a caller gave as `out`
-    if name == "tma":
-        _conv_tma.conv(x, _conv_direct.rows_of(weight), weight.shape[-1], bias, residual, act, target)
+    if name == "hopper":
+        _conv_hopper.conv(x, _conv_direct.rows_of(weight), bias, residual, act, target)
     else:
         _conv_direct.direct(x, weight, bias, residual, act, target)
     if target is not y:
@@ -150,7 +170,7 @@ def _own(
 
 
 def builds() -> list[Build]:
-    return [*_conv_direct.builds(), *_conv_gather.builds(norm=False), *_conv_epilogue.builds(), *_conv_tma.builds()]
+    return [*_conv_direct.builds(), *_conv_gather.builds(norm=False), *_conv_epilogue.builds(), *_conv_hopper.builds()]
 
 
 def _args(N: int, C: int, H: int, W: int, K: int, R: int = 3, layout: str = "channels_last", *more: Any) -> Any:
@@ -212,11 +232,12 @@ def conv2d(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str = "none",
+    algorithm: str = "fastest",
     *,
     out: Tensor | None = None,
 ) -> Tensor:
     """act(conv(x[N,C,H,W], weight[K,C,R,R]) + bias[K]) + residual[N,K,H,W] -> [N,K,H,W] channels_last, R 1 or 3."""
-    name = choose(x, weight, bias, residual, activation).name
+    name = choose(x, weight, bias, residual, activation, algorithm).name
     conv2d.ran[name] += 1
     if name == "plain":
         made = conv2d.unchecked(x, weight, bias, residual, activation, out=out)

@@ -80,6 +80,24 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Backend:
 
 
 @kernel
+def _taps(at: tl.tensor, w_s: tl.tensor, mask: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One row of taps in fp32."""
+    a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(at + w_s, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(at + 2 * w_s, mask=mask, other=0.0).to(tl.float32)
+    return a, b, c
+
+
+@kernel
+def _spread(to: tl.tensor, K: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, mask: tl.tensor) -> None:
+    """One row of the larger kernel: c, b + c, a + b, a."""
+    tl.store(to, c.to(to.dtype.element_ty), mask=mask)
+    tl.store(to + K, (b + c).to(to.dtype.element_ty), mask=mask)
+    tl.store(to + 2 * K, (a + b).to(to.dtype.element_ty), mask=mask)
+    tl.store(to + 3 * K, a.to(to.dtype.element_ty), mask=mask)
+
+
+@kernel
 def _fold(
     weight_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -98,14 +116,13 @@ def _fold(
     mask = (k < K)[:, None] & (c < C)[None, :]
     at = weight_ptr + (k.to(tl.int64) * w_k)[:, None] + (c.to(tl.int64) * w_c)[None, :]
     to = out_ptr + k[:, None] + (c.to(tl.int64) * 16 * K)[None, :]
-    for i in tl.static_range(4):
-        for j in tl.static_range(4):
-            total = tl.zeros((BLOCK, BLOCK), tl.float32)
-            for r in tl.static_range(3):
-                for s in tl.static_range(3):
-                    if (i + r == 2 or i + r == 3) and (j + s == 2 or j + s == 3):
-                        total += tl.load(at + r * w_r + s * w_s, mask=mask, other=0.0).to(tl.float32)
-            tl.store(to + (4 * i + j) * K, total.to(out_ptr.dtype.element_ty), mask=mask)
+    a0, b0, c0 = _taps(at, w_s, mask)
+    a1, b1, c1 = _taps(at + w_r, w_s, mask)
+    a2, b2, c2 = _taps(at + 2 * w_r, w_s, mask)
+    _spread(to, K, a2, b2, c2, mask)
+    _spread(to + 4 * K, K, a1 + a2, b1 + b2, c1 + c2, mask)
+    _spread(to + 8 * K, K, a0 + a1, b0 + b1, c0 + c1, mask)
+    _spread(to + 12 * K, K, a0, b0, c0, mask)
 
 
 def folded(weight: Tensor) -> Tensor:

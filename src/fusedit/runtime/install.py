@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from fusedit.runtime.hoist import Run
+from fusedit.runtime.homes import unpack
+from fusedit.runtime.relaid import put_back
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -91,8 +93,10 @@ class FusedForward:
         return inspect.signature(self.stock)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self.sessions:
+        if torch.compiler.is_compiling():
             return self.stock(*args, **kwargs)
+        if not self.sessions:
+            return self.as_stock(*args, **kwargs)
         caller = calling_pipeline()
         if caller is None:  # called directly: the pipeline accelerated last
             session: Session | None = list(self.sessions.values())[-1]
@@ -103,8 +107,13 @@ class FusedForward:
         if session is None:
             for other in self.sessions.values():
                 other.called_by_other(type(caller).__name__)
-            return self.stock(*args, **kwargs)
-        return session.call(self.stock, run, args, kwargs)
+            return self.as_stock(*args, **kwargs)
+        return session.call(self.as_stock, run, args, kwargs)
+
+    def as_stock(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock forward on weights that lie as stock has them. Packed ones may stay: that changes no result."""
+        put_back(self.module)
+        return self.stock(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MethodType:
         copied = memo.get(id(self.module))
@@ -116,7 +125,8 @@ class FusedForward:
 
 
 class _StockReduce:
-    """Stands as `__reduce_ex__` on the module, so that a copy or pickle holds each weight in a storage of its own.
+    """Stands as `__reduce_ex__` on the module, so that a copy or pickle holds each weight in a storage of its own, with
+    stock's strides.
 
     A pickled view would take its whole packed storage along, three to seven times its size. The next call packs again.
     """
@@ -129,6 +139,7 @@ class _StockReduce:
     def __call__(self, protocol: int) -> Any:
         for session in self.fused.sessions.values():
             session.unpack()
+        unpack(self.fused.module.parameters())  # what pipelines that are gone have packed or laid
         return object.__reduce_ex__(self.fused.module, protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -6,10 +6,9 @@ A packed group is one storage of which the stock parameters are views, so packin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from threading import RLock
 from typing import Any, Final
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedit.runtime import former
 from fusedit.runtime.counters import Counters
+from fusedit.runtime.homes import HOMES, MOVING, Home, is_home, sole_owner, storage_of, unpack
 from fusedit.runtime.product import multiply
 
 
@@ -30,28 +30,6 @@ def linear(layer: Any, x: torch.Tensor, out: torch.Tensor | None = None) -> torc
         y = layer(x)
         return y if out is None else out.copy_(y)
     return multiply(x, layer.weight, layer.bias, out)
-
-
-# Parameter -> address and size of the storage it was packed into. Kept here and not on the group: two pipelines that
-# share a module have a group each, and the one that packed may be gone when the other unpacks.
-_HOMES: Final = WeakIdKeyDictionary()
-# Held while storages are given and taken: pipelines that share a module may be called from two threads.
-_MOVING: Final = RLock()  # a collected pipeline may let go of its modules right inside
-
-
-def _is_packed(t: torch.Tensor) -> bool:
-    """Whether t still lies where a group has put it."""
-    return t in _HOMES and bool(_HOMES[t] == _storage(t))
-
-
-def unpack(parameters: Iterable[torch.Tensor]) -> None:
-    """Give those that lie in a packed storage their former or an own one again."""
-    with _MOVING:
-        for tensor in parameters:
-            if _is_packed(tensor):
-                with torch.inference_mode(False):
-                    former.give_back(tensor)
-            _HOMES.pop(tensor, None)  # type: ignore[no-untyped-call]
 
 
 class Part:
@@ -130,7 +108,7 @@ class PackedLinear:
             like = (weight.dtype, weight.device, weight.shape[:1])
             if bias is not None and (bias.dtype, bias.device, bias.shape) != like:
                 return f"the bias of {name} differs from its weight in dtype, device or width"
-        with _MOVING:
+        with MOVING:
             return self._pack_together(weights, biases, offloaded)
 
     def _pack_together(
@@ -148,7 +126,7 @@ class PackedLinear:
                 return "weights lie in memory shared between processes"
             if len({t.data_ptr() for t in parts}) < len(parts):
                 return "two of the layers share a weight"
-            if not all(_sole_owner(t) or _is_packed(t) for t in parts):
+            if not all(sole_owner(t) or is_home(t) for t in parts):
                 return "a weight shares its storage with another tensor"
             try:
                 with torch.inference_mode(False):  # else the parameters would become inference tensors for good
@@ -156,12 +134,12 @@ class PackedLinear:
             except torch.OutOfMemoryError:
                 return "out of memory while packing"
             for tensor in parts:
-                if not _is_packed(tensor):
+                if not is_home(tensor):
                     former.remember(tensor)
             for group, whole in zip(groups, packed, strict=True):
                 for tensor, part in zip(group, torch.split(whole, [t.shape[0] for t in group]), strict=True):
                     tensor.data = part
-                    _HOMES[tensor] = _storage(whole)
+                    HOMES[tensor] = Home(storage_of(whole))
             self.counters.event("weight groups packed")
         self._packed = _stamp(weights, biases)
         self._seen.update((tensor, True) for group in groups for tensor in group)
@@ -186,22 +164,11 @@ def _base(layer: Any) -> nn.Linear | None:
     return base if isinstance(base, nn.Linear) else None
 
 
-def _sole_owner(t: torch.Tensor) -> bool:
-    return (
-        t.is_contiguous() and t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.numel() * t.element_size()
-    )
-
-
 def _stamp(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     """Equal stamps mean the same parts at the same places in a storage of the same size: still adjacent."""
     parts = [t for t in (*weights, *biases) if t is not None]
     heads = [t for t in (weights[0], biases[0]) if t is not None]
     return *((t.data_ptr(), t.shape, t.stride()) for t in parts), *(t.untyped_storage().nbytes() for t in heads)
-
-
-def _storage(t: torch.Tensor) -> tuple[int, int]:
-    storage = t.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
 
 
 def _adjacent(tensors: Sequence[torch.Tensor]) -> bool:

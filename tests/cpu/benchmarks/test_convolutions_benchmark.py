@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,22 +13,22 @@ from typer.testing import CliRunner
 
 from benchmarks import convolutions, gpu
 from benchmarks.__main__ import app
-from benchmarks.convolutions import PLANS, Layer, layers, measure
+from benchmarks.convolutions import BESIDE_A_RESIDUAL, PLANS, Layer, layers, measure
 from benchmarks.ops import Timed
 from fusedit.ops import _conv
 
-SMALL = (_conv.Layer(4, 8, 3, 8), _conv.Layer(8, 4, 1, 4))
+SMALL = (_conv.Layer(4, 8, 3, 8), _conv.Layer(8, 4, 1, 4), _conv.Layer(8, 8, 3, 4))
 
 
 def stand_ins(monkeypatch: pytest.MonkeyPatch, wrong: float = 1.0, registry: Any = None) -> list[str]:
     """Ops that compute what they should, times `wrong` in winograd-4; notes who was called with which tile."""
     called: list[str] = []
 
-    def launch(x: Any, weight: Any, bias: Any, residual: Any, activation: str, out: torch.Tensor) -> None:
-        called.append("launch")
-        assert (residual, activation) == (None, "none")
-        assert out.is_contiguous(memory_format=torch.channels_last)
-        out.copy_(F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2))
+    def conv(x: Any, weight: Any, bias: Any, residual: Any, activation: str, algorithm: str) -> torch.Tensor:
+        called.append(f"{algorithm}{'' if residual is None else '+residual'}")
+        assert activation == "none"
+        y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
+        return y if residual is None else y + residual
 
     def winograd(x: Any, u: Any, bias: Any, residual: Any, activation: str) -> torch.Tensor:
         weight, tile = u
@@ -39,12 +37,11 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, wrong: float = 1.0, registry: Any
         return F.conv2d(x, weight, bias, padding=1) * (wrong if tile == 4 else 1.0)
 
     found = {
-        "conv2d": launch,
+        "conv2d": conv,
         "winograd_weight": lambda weight, tile: (weight, tile),
         "winograd_conv2d": winograd,
     }
     monkeypatch.setattr(convolutions.ops, "registry", lambda: found if registry is None else registry)
-    monkeypatch.setitem(sys.modules, "fusedit.ops.conv2d", SimpleNamespace(launch=launch))  # type: ignore[misc]
     return called
 
 
@@ -63,19 +60,20 @@ def test_rows_of_every_layer_and_plan(tmp_path: Path, monkeypatch: pytest.Monkey
     assert places == [
         *(("convolutions", "4->8 3x3", "8x6", 1, plan) for plan in PLANS),
         *(("convolutions", "8->4 1x1", "16x12", 1, plan) for plan in PLANS[:3]),
+        *(("convolutions", "8->8 3x3", "16x12", 1, plan) for plan in (*PLANS, *BESIDE_A_RESIDUAL)),
     ]
     for row in rows:
         assert "error" not in row, row
         assert row["spread"][0] <= row["ms"] <= row["spread"][1]
         assert row["correct"] is True
         assert 1e-4 < row["rel_error"] < 0.01
-        flops = 2 * 8 * 6 * 4 * 8 * 9 if row["model"] == "4->8 3x3" else 2 * 16 * 12 * 8 * 4
-        assert row["flops"] == flops
-        assert row["tflop_s"] == pytest.approx(flops / row["ms"] / 1e9, abs=1e-3)
+        flops = {"4->8 3x3": 8 * 6 * 4 * 8 * 9, "8->4 1x1": 16 * 12 * 8 * 4, "8->8 3x3": 16 * 12 * 8 * 8 * 9}
+        assert row["flops"] == 2 * flops[row["model"]]
+        assert row["tflop_s"] == pytest.approx(row["flops"] / row["ms"] / 1e9, abs=1e-3)
     by = {(row["model"], row["plan"]): row for row in rows}
     for (model, _plan), row in by.items():
         assert row["stock_rel_error"] == by[model, "cudnn"]["rel_error"]
-    assert {"launch", "winograd-2", "winograd-4"} == set(called)
+    assert {"library", "own", "own+residual", "library+residual", "winograd-2", "winograd-4"} == set(called)
     assert len(said.splitlines()) == len(rows)
 
 
@@ -90,7 +88,9 @@ def test_every_layer_of_the_vae_once_a_picture() -> None:
 
 def test_results_are_about_1() -> None:
     a = convolutions.arguments(Layer(32, 16, 3, 20, 10))
+    assert a.bias is not None
     assert (a.x.shape, a.weight.shape, a.bias.shape) == ((1, 32, 10, 20), (16, 32, 3, 3), (16,))
+    assert a.residual is None
     assert all(t.is_contiguous(memory_format=torch.channels_last) for t in (a.x, a.weight))
     assert 0.7 < float(F.conv2d(a.x.float(), a.weight.float()).std()) < 1.3
 
@@ -100,13 +100,13 @@ def test_an_op_that_is_not_there_has_a_row_that_says_so(
 ) -> None:
     stand_ins(monkeypatch, registry={})
     rows = {row.plan: row for row in measure(Layer(4, 8, 3, 8, 6), 1e-3)}
-    assert rows["triton"].error == "no such op: conv2d"
+    assert rows["own"].error == "no such op: conv2d"
     assert rows["winograd-2"].error == rows["winograd-4"].error == "no such op: winograd_conv2d"
     for plan in ("cudnn", "cudnn+bias"):
         assert (rows[plan].error, rows[plan].correct) == (None, True)
         assert rows[plan].ms is not None
     convolutions.show(list(rows.values()))
-    assert "winograd-4 no such op: winograd_conv2d" in capsys.readouterr().out
+    assert "winograd-4     no such op: winograd_conv2d" in capsys.readouterr().out
 
 
 def test_a_wrong_op_is_red_and_has_no_ratio(
@@ -134,14 +134,14 @@ def test_a_plan_that_cannot_be_captured_leaves_the_others(monkeypatch: pytest.Mo
     in_turn = convolutions.in_turn
 
     def full(runs: dict[str, Timed], seconds: float) -> Any:
-        if list(runs) == ["triton"]:
+        if list(runs) == ["own"]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return in_turn(runs, seconds)
 
     monkeypatch.setattr(convolutions, "in_turn", full)
     rows = {row.plan: row for row in measure(Layer(4, 8, 3, 8, 6), 1e-3)}
-    assert (rows["triton"].error, rows["triton"].ms) == ("out of memory", None)
-    assert all(row.ms is not None for plan, row in rows.items() if plan != "triton")
+    assert (rows["own"].error, rows["own"].ms) == ("out of memory", None)
+    assert all(row.ms is not None for plan, row in rows.items() if plan != "own")
 
 
 def test_arguments_that_do_not_fit_are_every_rows_error(monkeypatch: pytest.MonkeyPatch) -> None:

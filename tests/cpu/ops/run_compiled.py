@@ -12,13 +12,15 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from fusedit import ops
 from fusedit.ops._op import Build
 
 
 def compile_for(build: Build, capability: int) -> dict[str, object]:
-    source = ASTSource(fn=build.kernel, signature=dict(build.signature), constexprs=dict(build.constexprs))
+    language = GluonASTSource if build.kernel.is_gluon() else ASTSource
+    source = language(fn=build.kernel, signature=dict(build.signature), constexprs=dict(build.constexprs))
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

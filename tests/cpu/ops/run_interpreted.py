@@ -27,7 +27,8 @@ def main() -> None:
     share, of = int(sys.argv[1]), int(sys.argv[2])
     jobs = [(op, case) for op in ops.registry().values() for case in op.cases if "small" in case.tags]
     # The interpreter multiplies no bfloat16.
-    with_dot = ("conv2d", "group_norm_silu_conv2d", "grouped_linear", "linear_gelu", "linear_swiglu", "winograd_conv2d")
+    convolutions = ("conv2d", "conv2d_residual_group_norm_silu", "group_norm_silu_conv2d", "winograd_conv2d")
+    with_dot = (*convolutions, "grouped_linear", "linear_gelu", "linear_swiglu")
     found = {}
     for op, case in jobs[share::of]:
         # In half precision the sums of taps are rounded once more than stock's weights: on a few pixels now and then

@@ -21,6 +21,7 @@ def small_cases() -> Iterator[str]:
                 yield from (f"{op.name}/{case.name}/{dtype}" for dtype in ("float32", *halves))
                 if op.name in (
                     "conv2d",
+                    "conv2d_residual_group_norm_silu",
                     "group_norm_silu_conv2d",
                     "grouped_linear",
                     "linear_gelu",
@@ -39,7 +40,7 @@ def test_interpreter_agrees_with_the_reference(interpreted: dict[str, Any], whic
     elif which.startswith("conv2d/"):
         kernel = "gather" if any(name in which for name in ("last", "one-by-one")) else "direct"
         assert set(result["ran"]) == {"plain" if which.endswith("bfloat16") else kernel}
-    elif not which.startswith(("attention/", "linear_gelu/", "linear_swiglu/", "upsample_conv2d/")):  # a library's
+    elif not which.startswith(("attention/", "conv2d_", "linear_", "upsample_conv2d/")):  # a library's
         # Triton's interpreter multiplies bfloat16 as whole numbers, so plain torch serves there.
         assert set(result["ran"]) == {"plain" if which.endswith("bfloat16") else "triton"}
 

@@ -1,0 +1,220 @@
+"""A 3x3 or 1x1 convolution, its bias and a residual, and the sum normalised for the next convolution.
+
+    s[n,k,h,w] = sum_{c,r,s} x[n, c, h + r - R//2, w + s - R//2] weight[k,c,r,s] + bias[k] + residual[n,k,h,w]
+    y[n,k,h,w] = silu((s[n,k,h,w] - mean_g) / sqrt(var_g + eps) * norm_weight[k] + norm_bias[k]),  g = group of k
+    silu(z) = z sigmoid(z);  with silu=False: y = the norm alone
+
+N pictures, C input and K output channels, the latter in G groups, H, W pixels, R x R taps; x counts as 0 outside. x,
+weight, residual, s and y of one dtype, bias, norm_weight and norm_bias of any. Sums in fp32; y is made of the rounded
+s.
+Who serves a call is asked with `conv2d_residual_group_norm_silu.backend(...)`:
+- `hopper`: where ops.conv2d would take its kernel of that name. Residual, bias and, if tiles are whole (even heights,
+  widths of 128), the norm's statistics are computed with the products, so s is written once and read once.
+- `library`: cuDNN, then the kernels of ops.residual_group_norm_silu, where those can run.
+- `plain`: torch.
+Results are channels_last (on a CPU as x lies). Bytes: x, weight, residual read, s written and read, y written. FLOPs:
+2 N H W C K R^2 and about 14 an element. Exactness: reordered.
+Source: two residual blocks of AutoencoderKL as they follow each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedit.ops import _conv, _conv_direct, _conv_hopper, _group_norm, _group_norm_plain, _triton
+from fusedit.ops._cases import Case, T
+from fusedit.ops._op import Backend, Cost, op, wide
+from fusedit.ops.conv2d import choose as choose_conv
+from fusedit.ops.conv2d import cost as conv_cost
+from fusedit.ops.group_norm_silu import reference as norm_reference
+
+Tensor = torch.Tensor
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    groups: int,
+    eps: float = 1e-6,
+    silu: bool = True,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    x, weight, residual, bias = wide(x, weight, residual, bias)
+    s = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2) + residual
+    return s, norm_reference(s, norm_weight, norm_bias, groups, eps, silu)
+
+
+def plain(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    groups: int,
+    eps: float = 1e-6,
+    silu: bool = True,
+    bias: Tensor | None = None,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    s = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
+    s = torch.add(s, residual, out=None if out is None else out[0])
+    return s, _group_norm_plain.plain(s, norm_weight, norm_bias, groups, eps, silu, None if out is None else out[1])
+
+
+def check(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    groups: int,
+    eps: float = 1e-6,
+    silu: object = True,
+    bias: Tensor | None = None,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    name = "conv2d_residual_group_norm_silu"
+    shape = _conv.check(name, (1, 3), x, weight, bias, residual, "none")
+    _group_norm_plain.check(name, residual, norm_weight, norm_bias, groups, eps, silu, None)
+    return shape, shape
+
+
+def cost(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    groups: int,
+    eps: float = 1e-6,
+    silu: bool = True,
+    bias: Tensor | None = None,
+) -> Cost:
+    del groups, eps
+    moved, flops = conv_cost(x, weight, bias, residual)
+    moved += 2 * residual.nbytes + norm_weight.nbytes + norm_bias.nbytes
+    return Cost(moved, flops + residual.numel() * (14 if silu else 10))
+
+
+def reads(x: Tensor, weight: Tensor, residual: Tensor, *others: Any, **named: Any) -> tuple[Tensor, ...]:
+    """s may lie on the residual, y on x, and neither on anything else."""
+    more = (t for t in (*others, *named.values()) if isinstance(t, Tensor))
+    return (residual, x, weight, *more)
+
+
+def choose(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    groups: int,
+    eps: float = 1e-6,
+    silu: bool = True,
+    bias: Tensor | None = None,
+) -> Backend:
+    """The implementation that serves this call, and why no faster one does."""
+    del norm_weight, norm_bias, groups, eps, silu
+    reason = _group_norm_plain.limit(residual)
+    usable, why = _triton.status(x.device, x.dtype)
+    if not usable or x.dtype is torch.float64 or reason:
+        return Backend("plain", why or reason or "no kernels for float64")
+    if not x.is_cuda:  # the interpreter
+        return Backend("library", "no library on a CPU") if x.dtype is not torch.bfloat16 else Backend("plain", "")
+    found = choose_conv(x, weight, bias, residual)
+    return found if found.name == "hopper" else Backend("library", found.reason)
+
+
+def _args(
+    N: int, C: int, H: int, W: int, K: int, groups: int, R: int = 3, layout: str = "channels_last", *more: Any
+) -> Any:
+    conv = (T((N, C, H, W), layout), T((K, C, R, R), std=(R * R * C) ** -0.5), T((N, K, H, W), layout, mean=0.3))
+    return (*conv, T((K,)), T((K,)), groups, *more)
+
+
+def _onto(x: Tensor, _: Tensor, residual: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+    return residual, x
+
+
+def _onto_the_residual(_: Tensor, __: Tensor, residual: Tensor, *___: Any) -> tuple[Tensor, Tensor]:
+    return residual, torch.full_like(residual, float("nan"))
+
+
+CASES = (
+    Case("small", _args(2, 64, 4, 6, 64, 4), alias=_onto),
+    Case("bias", (*_args(2, 32, 4, 6, 48, 4), 1e-6, True, T((48,), std=3.0)), alias=_onto_the_residual),
+    Case("no-silu", (*_args(1, 32, 5, 3, 32, 4), 0.5, False)),
+    Case("one-by-one", _args(1, 48, 4, 5, 32, 4, 1)),
+    Case("odd-channels", (*_args(2, 35, 7, 5, 30, 3), 1e-6, True, T((30,), "gapped")), ("small", "odd")),
+    Case("nchw", _args(2, 32, 4, 6, 32, 4, 3, "dense"), ("small", "strided"), alias=_onto),
+    Case("transposed", _args(2, 32, 4, 6, 32, 2, 3, "transposed"), ("small", "strided")),
+    Case("offset", _args(1, 32, 4, 6, 32, 2, 3, "offset"), ("small", "strided")),
+    Case("one-pixel", _args(3, 32, 1, 1, 32, 2), ("small", "odd")),
+    Case("empty-batch", _args(0, 32, 4, 4, 32, 8), ("small", "empty")),
+    Case("vae-128x512", (*_args(1, 128, 512, 512, 128, 32), 1e-6, True, T((128,))), ("real",), alias=_onto),
+    Case("vae-256x256", (*_args(1, 256, 256, 256, 256, 32), 1e-6, True, T((256,))), ("real",), alias=_onto),
+    Case("vae-512x128", (*_args(2, 512, 128, 128, 512, 32), 1e-6, False), ("real",), alias=_onto_the_residual),
+    # Tiles that end inside: the statistics are a pass of their own.
+    Case("vae-odd", (*_args(2, 128, 333, 250, 128, 32), 1e-6, True, T((128,))), ("real",), alias=_onto),
+)
+
+
+@op(
+    exactness="reordered",
+    reference=reference,
+    plain=plain,
+    check=check,
+    cost=cost,
+    cases=CASES,
+    backend=choose,
+    reads=reads,
+    allocate=_group_norm_plain.allocate,
+)
+def conv2d_residual_group_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    groups: int,
+    eps: float = 1e-6,
+    silu: bool = True,
+    bias: Tensor | None = None,
+    *,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """s = conv(x[N,C,H,W], weight[K,C,R,R]) + bias[K] + residual and y = silu(GroupNorm(s)) -> (s, y)."""
+    this = conv2d_residual_group_norm_silu
+    name = choose(x, weight, residual, norm_weight, norm_bias, groups, eps, silu, bias).name
+    this.ran[name] += 1
+    if name == "plain":
+        made = this.unchecked(x, weight, residual, norm_weight, norm_bias, groups, eps, silu, bias, out=out)
+        return made if out is not None else (_as_allocated(x, made[0]), _as_allocated(x, made[1]))
+    if out is None:
+        out = (_group_norm_plain.allocate(x, residual.shape), _group_norm_plain.allocate(x, residual.shape))
+    s, y = out
+    hopper = name == "hopper" and _group_norm.fits(s) and _group_norm.fits(y)
+    if not hopper or _conv_hopper.reason(x, len(weight), 3, "none", residual, s):
+        product = F.conv2d(_conv.dense(x), weight, padding=weight.shape[-1] // 2)
+        _group_norm.launch(product, residual, bias, norm_weight, norm_bias, groups, eps, silu, s, y)
+        return out
+    H, W = x.shape[2:]
+    whole = _conv_hopper.measures(H, W)
+    found = _conv_hopper.conv(x, _conv_direct.rows_of(weight), bias, residual, "none", s, moments=whole)
+    if found is None:
+        centers, factors = _group_norm.moments(s, None, None, norm_weight, groups, eps)
+    else:
+        tiles = (found.means, found.squares, None, norm_weight, groups, eps, H * W, found.size)
+        centers, factors = _group_norm.joined(*tiles)
+    _group_norm.normalise(s, centers, factors, norm_bias, silu, y)
+    return out
+
+
+def _as_allocated(x: Tensor, made: Tensor) -> Tensor:
+    return made.contiguous(memory_format=_group_norm_plain.memory_format(x))
