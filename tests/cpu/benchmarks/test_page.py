@@ -198,7 +198,9 @@ def test_a_layer_is_a_row_with_its_fastest() -> None:
     text = pages([run("a.json", *found)])["performance.md"]
     cells = ["512->256 3x3", "512x512", "0.3000", "0.5000", "no such op: conv2d", "0.2000", "0.1000"]
     errors = "0.0020 / 0.0020 / – / 0.0020 / 0.0020"
-    assert line(text, "512->256 3x3") == "| " + " | ".join([*cells, "–", "–", "winograd-4", errors, "green", "1"]) + " |"
+    assert (
+        line(text, "512->256 3x3") == "| " + " | ".join([*cells, "–", "–", "winograd-4", errors, "green", "1"]) + " |"
+    )
     assert "python -m benchmarks convolutions --json FILE" in text
 
 

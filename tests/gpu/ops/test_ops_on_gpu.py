@@ -18,7 +18,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none"),
 ]
-LIBRARY = {"attention", "conv2d", "linear_gelu", "linear_swiglu", "upsample_conv2d"}
+LIBRARY = {
+    *("attention", "conv2d", "conv2d_residual_group_norm_silu", "linear_gelu", "linear_swiglu", "upsample_conv2d"),
+}
 KERNELS = sorted(set(ops.registry()) - LIBRARY)
 
 
@@ -120,6 +122,76 @@ def test_hopper_products_of_any_length(name: str, which: str, monkeypatch: pytes
         assert error(part, truth[:, first:last].double()).relative_l2 < 0.006  # both rounded to bf16
     assert compiled == []
     assert set(op.ran) == {"triton", "separate"}
+
+
+def picture(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, device="cuda").contiguous(memory_format=torch.channels_last)
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("written for compute capability 9.0")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_convolution_beside_a_residual_is_ours() -> None:
+    conv = ops.conv2d_residual_group_norm_silu
+    for case in (c for c in conv.cases if "real" in c.tags):
+        args, kwargs = case.build(torch.bfloat16, "cuda")
+        assert conv.backend(*args, **kwargs) == ("hopper", ""), case.name
+        assert ops.conv2d.backend(*args[:2], None, args[2]) == ("hopper", "")
+        assert ops.conv2d.backend(*args[:2]).name == "library"
+        assert ops.conv2d.backend(*args[:2], None, args[2], "none", "library") == ("library", "")
+        assert ops.conv2d.backend(*args[:2], None, None, "silu", "own") == ("hopper", "")
+    x, weight, residual = picture(1, 128, 64, 72), picture(128, 128, 3, 3), picture(1, 128, 64, 72)
+    assert "of the chip busy" in ops.conv2d.backend(x, weight, None, residual).reason
+    assert ops.conv2d.backend(x, weight, None, residual, "silu", "own").name == "direct"
+    assert ops.conv2d.backend(x.float(), weight.float()).name == "library"
+    with pytest.raises(OpError, match="'own' cannot serve x float32.*products of float32 are the library's"):
+        ops.conv2d(x.float(), weight.float(), algorithm="own")
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 128, 1, 1), (3, 128, 256, 7, 150), (1, 192, 128, 2, 129), (2, 64, 384, 33, 47)], ids=str
+)
+def test_our_convolution_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Tiles that end inside, several pictures, every epilogue; twenty launches give the same bits."""
+    N, C, K, H, W = shape
+    x, weight, residual = (picture(*s, dtype=dtype) for s in ((N, C, H, W), (K, C, 3, 3), (N, K, H, W)))
+    weight *= (9 * C) ** -0.5
+    for bias in (None, torch.randn(K, device="cuda")):
+        for other, act in ((residual, "none"), (None, "none"), (None, "silu"), (None, "relu")):
+            made = ops.conv2d(x, weight, bias, other, act, "own")
+            truth = ops.conv2d.reference(x.double(), weight.double(), bias, other, act)
+            assert error(made, truth).relative_l2 < (0.0025 if dtype is torch.bfloat16 else 0.0004)
+            buffer = torch.full((N, K + 8, H + 1, W + 1), float("nan"), dtype=dtype, device="cuda")
+            buffer = buffer.contiguous(memory_format=torch.channels_last)
+            inside = buffer[:, :K, :H, :W]
+            for _ in range(20):
+                ops.conv2d(x, weight, bias, other, act, "own", out=inside)
+                assert torch.equal(inside, made)
+            inside.fill_(float("nan"))
+            assert buffer.isnan().all()
+    assert ops.conv2d.ran["hopper"]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_our_convolution_compiles_nothing_for_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    def run(N: int, C: int, H: int, W: int) -> None:
+        x, weight, residual = picture(N, C, H, W), picture(C, C, 3, 3), picture(N, C, H, W)
+        ops.conv2d(x, weight, None, residual, "none", "own")
+
+    run(1, 128, 64, 128)
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda *_, **info: compiled.append(str(info)))
+    for N, C, H, W in ((1, 128, 1, 1), (2, 256, 33, 100), (16, 512, 16, 16), (1, 128, 1000, 1000)):
+        run(N, C, H, W)
+    assert compiled == []
 
 
 @pytest.mark.parametrize("name", KERNELS)
