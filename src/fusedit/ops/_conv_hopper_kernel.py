@@ -174,7 +174,6 @@ def _products(
     ACT: gl.constexpr,
     BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr,
-    MOMENTS: gl.constexpr,
 ) -> None:
     """A group of warps: outputs WHICH * BK and on of every tile."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TW, 16])
@@ -182,7 +181,7 @@ def _products(
     HALF: gl.constexpr = TW // 2
     rows, taps, out = memory
     rows_full, rows_free, taps_full, taps_free = barriers
-    bias_ptr, mean_ptr, square_ptr = vectors
+    bias_ptr, mean_ptr, square_ptr, moments = vectors
     _, _, _, C, K, programs = sizes
     dtype: gl.constexpr = rows.dtype
     q = 0
@@ -246,7 +245,7 @@ def _products(
         _send(v01, out.index(2 * WHICH + 1), y_d, n, h, w + HALF, column)
         _send(v10, out.index(2 * WHICH), y_d, n, h + 1, w, column)
         _send(v11, out.index(2 * WHICH + 1), y_d, n, h + 1, w + HALF, column)
-        if MOMENTS:
+        if moments != 0:
             _moments(v0, v1, mean_ptr, square_ptr, part * K + column)
     tma.store_wait(0)
 
@@ -266,12 +265,12 @@ def conv(
     C: gl.tensor,
     K: gl.tensor,
     programs: gl.tensor,
+    moments: gl.tensor,
     ACT: gl.constexpr,
     BIAS: gl.constexpr,
     RESIDUAL: gl.constexpr,
-    MOMENTS: gl.constexpr,
 ) -> None:
-    """y = act(conv(x) + bias) or conv(x) + bias + residual; with MOMENTS also what GroupNorm needs of each tile."""
+    """y = act(conv(x) + bias) or conv(x) + bias + residual; unless `moments` is 0, also means and squares of tiles."""
     dtype: gl.constexpr = x_d.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TW, BK], dtype)
     rows = gl.allocate_shared_memory(dtype, [4, 2 * TW, BK], LAYOUT)
@@ -292,11 +291,11 @@ def conv(
     memory = (rows, taps, out)
     barriers = (rows_full, rows_free, taps_full, taps_free)
     sizes = (N, H, W, C, K, programs)
-    vectors = (bias_ptr, mean_ptr, square_ptr)
+    vectors = (bias_ptr, mean_ptr, square_ptr, moments)
     gl.warp_specialize(
         [
-            (_products, (y_d, memory, barriers, vectors, sizes, 0, ACT, BIAS, RESIDUAL, MOMENTS)),
-            (_products, (y_d, memory, barriers, vectors, sizes, 1, ACT, BIAS, RESIDUAL, MOMENTS)),
+            (_products, (y_d, memory, barriers, vectors, sizes, 0, ACT, BIAS, RESIDUAL)),
+            (_products, (y_d, memory, barriers, vectors, sizes, 1, ACT, BIAS, RESIDUAL)),
             (_copies, (x_d, weight_d, residual_d, memory, barriers, sizes, RESIDUAL)),
         ],
         [4, 1],
