@@ -65,7 +65,7 @@ class VaeModel(FusedModel):
         self.convolve = self.site(f"{self.name}.conv2d", ops.conv2d)
         self.attention = self.site(f"{self.name}.attention", ops.attention)
         self.residual_norm = self.site(f"{self.name}.residual_norm", ops.residual_group_norm_silu)
-        self.conv_norm = self.site(f"{self.name}.residual_norm", ops.conv2d_residual_group_norm_silu)
+        self.conv_norm = self.site(f"{self.name}.residual_norm", ops.conv2d_group_norm_silu)
         self.joins = plan.enabled(f"{self.name}.conv2d") and plan.enabled(f"{self.name}.residual_norm")
 
     def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -155,9 +155,12 @@ class VaeModel(FusedModel):
         weight, bias = self.weights(norm, s.x)
         options = (weight, bias, norm.num_groups, norm.eps, silu)
         if s.weight is not None:
-            self.counters.ran(f"{self.name}.conv2d")
-            x, n = self.conv_norm(s.x, s.weight, s.residual, *options, s.bias, out=(s.residual, s.x))
-            return Sum(x), n
+            if s.residual is not None or self._serves_alone(s, options):
+                self.counters.ran(f"{self.name}.conv2d")
+                first = torch.empty_like(s.x) if s.residual is None else s.residual
+                x, n = self.conv_norm(s.x, s.weight, *options, s.bias, s.residual, out=(first, s.x))
+                return Sum(x), n
+            s = self.made(s)
         if s.residual is None:
             return s, self.norm(s.x, *options, s.bias, out=s.x if spent and s.x.is_cuda else None)
         if self.plan.enabled(f"{self.name}.residual_norm"):
@@ -170,24 +173,36 @@ class VaeModel(FusedModel):
     def resnet(self, block: Any, s: Sum) -> Sum:
         """A residual block; its last convolution may be left to the next norm, in place of the block's input."""
         s, h = self._before_second(block, s)
-        layer = block.conv2
-        if self.joins and h.is_cuda and type(layer) is nn.Conv2d and block.conv_shortcut is None:
-            weight, bias = self.weights(layer, h)
-            return Sum(h, _total(bias, s.bias), s.x, weight)
-        return self._with_shortcut(block, s, *self.conv(layer, h)[:2])
+        if block.conv_shortcut is not None:
+            return self._with_shortcut(block, s, *self.conv(block.conv2, h)[:2])
+        made = self.later(block.conv2, h)
+        return made._replace(bias=_total(made.bias, s.bias), residual=s.x)
+
+    def later(self, layer: Any, x: Tensor) -> Sum:
+        """A convolution that may be left to a norm, which then overwrites x."""
+        if self.joins and x.is_cuda and type(layer) is nn.Conv2d and layer.in_channels == layer.out_channels:
+            weight, bias = self.weights(layer, x)
+            return Sum(x, bias, None, weight)
+        return self.conv(layer, x)
+
+    def _serves_alone(self, s: Sum, options: tuple[Any, ...]) -> bool:
+        """Whether a kernel takes the statistics of a convolution without a residual on its way."""
+        assert s.weight is not None
+        name: str = ops.conv2d_group_norm_silu.backend(s.x, s.weight, *options, s.bias).name
+        return name == "hopper"
 
     def made(self, s: Sum) -> Sum:
         """The same sum with its convolution computed, so that each stage pays for its own."""
         if s.weight is None:
             return s
-        if ops.conv2d.backend(s.x, s.weight, s.bias, s.residual).name == "hopper":
+        if s.residual is not None and ops.conv2d.backend(s.x, s.weight, s.bias, s.residual).name == "hopper":
             return Sum(self.convolve(s.x, s.weight, s.bias, s.residual, out=s.residual))
         return Sum(self.convolve(s.x, s.weight), s.bias, s.residual)
 
     def _before_second(self, block: Any, s: Sum) -> tuple[Sum, Tensor]:
         """The block's input as far as it had to be added, and what its second convolution reads."""
         s, h = self.normed(block.norm1, s)
-        made = self.conv(block.conv1, h)
+        made = self.later(block.conv1, h)
         del h  # the memory of the first norm before that of the second
         return s, self.normed(block.norm2, made, spent=True)[1]
 
@@ -254,7 +269,7 @@ def added(s: Sum, out: Tensor | None = None) -> Tensor:
 def _total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
-    return a.float() + b.float()
+    return a.float() + b
 
 
 def block_reason(block: Any) -> str | None:

@@ -98,7 +98,7 @@ def activate(u: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
     if ACT == 1:
         return u / (1.0 + tl.exp(-u))
     if ACT == 2:
-        return tl.where(u > 0.0, u, u * 0.0)  # NaN stays NaN
+        return tl.where(u <= 0.0, 0.0, u)  # NaN stays NaN
     return u
 
 

@@ -68,7 +68,7 @@ def conv(
 ) -> Moments | None:
     """For what has no `reason`; rows[K, 9 C], the weight of _conv_direct.rows_of. y may lie on the residual.
 
-    With `moments` (if it `measures`), those of y as it was rounded.
+    With `moments` (if it `measures`), those of y before it is rounded.
     """
     N, C, H, W = x.shape
     K = y.shape[1]

@@ -126,14 +126,24 @@ def _multiply(
 
 
 @kernel
-def _finished(acc: gl.tensor, bias: gl.tensor, dtype: gl.constexpr, ACT: gl.constexpr) -> gl.tensor:
-    """act(acc + bias), rounded. ACT: 0 nothing, 1 SiLU, 2 ReLU."""
-    u = acc + bias[:, None]
+def _activated(u: gl.tensor, ACT: gl.constexpr) -> gl.tensor:
+    """ACT: 0 nothing, 1 SiLU, 2 ReLU."""
     if ACT == 1:
         u = u / (1.0 + gl.exp(-u))
     if ACT == 2:
-        u = gl.where(u > 0.0, u, u * 0.0)  # NaN stays NaN
-    return u.to(dtype)
+        u = gl.where(u <= 0.0, 0.0, u)  # NaN stays NaN
+    return u
+
+
+@kernel
+def _rounded(u: gl.tensor, BF16: gl.constexpr) -> gl.tensor:
+    """u in half precision, two numbers at once: one by one takes 2048 cycles a tile, a tenth of its time with 128
+    channels."""
+    if BF16:
+        v = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [u], gl.bfloat16, is_pure=True, pack=2)
+    else:
+        v = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [u], gl.float16, is_pure=True, pack=2)
+    return v
 
 
 @kernel
@@ -149,15 +159,13 @@ def _send(v: gl.tensor, to: gl.tensor, y_d: gl.tensor, n: gl.tensor, h: gl.tenso
 
 
 @kernel
-def _moments(v0: gl.tensor, v1: gl.tensor, mean_ptr: gl.tensor, square_ptr: gl.tensor, at: gl.tensor) -> None:
+def _moments(u0: gl.tensor, u1: gl.tensor, mean_ptr: gl.tensor, square_ptr: gl.tensor, at: gl.tensor) -> None:
     """Mean and sum of squared deviations of each output over two whole rows of a tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TW, 16])
-    f0 = v0.to(gl.float32)
-    f1 = v1.to(gl.float32)
-    mean = gl.sum(f0 + f1, axis=1) / (2 * TW)
-    f0 -= mean[:, None]
-    f1 -= mean[:, None]
-    square = gl.sum(f0 * f0 + f1 * f1, axis=1)
+    mean = gl.sum(u0 + u1, axis=1) / (2 * TW)
+    u0 -= mean[:, None]
+    u1 -= mean[:, None]
+    square = gl.sum(u0 * u0 + u1 * u1, axis=1)
     at += gl.arange(0, BK, layout=gl.SliceLayout(1, LAYOUT))
     gl.store(mean_ptr + at, mean)
     gl.store(square_ptr + at, square)
@@ -237,16 +245,16 @@ def _products(
         sync()
         mbarrier.arrive(taps_free.index(last), count=1)
         mbarrier.arrive(rows_free.index(2 * (q ^ 1) + 1), count=1)
-        v0 = _finished(acc0, bias, dtype, ACT)
-        v1 = _finished(acc1, bias, dtype, ACT)
-        v00, v01 = v0.reshape([BK, 2, HALF]).permute((0, 2, 1)).split()
-        v10, v11 = v1.reshape([BK, 2, HALF]).permute((0, 2, 1)).split()
+        u0 = _activated(acc0 + bias[:, None], ACT)
+        u1 = _activated(acc1 + bias[:, None], ACT)
+        v00, v01 = _rounded(u0, dtype == gl.bfloat16).reshape([BK, 2, HALF]).permute((0, 2, 1)).split()
+        v10, v11 = _rounded(u1, dtype == gl.bfloat16).reshape([BK, 2, HALF]).permute((0, 2, 1)).split()
         _send(v00, out.index(2 * WHICH), y_d, n, h, w, column)
         _send(v01, out.index(2 * WHICH + 1), y_d, n, h, w + HALF, column)
+        if moments != 0:  # while the buffers are read
+            _moments(u0, u1, mean_ptr, square_ptr, part * K + column)
         _send(v10, out.index(2 * WHICH), y_d, n, h + 1, w, column)
         _send(v11, out.index(2 * WHICH + 1), y_d, n, h + 1, w + HALF, column)
-        if moments != 0:
-            _moments(v0, v1, mean_ptr, square_ptr, part * K + column)
     tma.store_wait(0)
 
 

@@ -19,19 +19,26 @@ def check(
 ) -> torch.Size:
     _check.activation(op, "x", x, "NCHW")
     C = x.shape[1]
-    _check.vector(op, "weight", weight, x, (C,), "C")
-    _check.vector(op, "bias", bias, x, (C,), "C")
+    check_norm(op, x, C, weight, bias, groups, eps, silu)
+    if pre_bias is not None:
+        _check.vector(op, "pre_bias", pre_bias, x, (C,), "C")
+    return x.shape  # type: ignore[no-any-return]
+
+
+def check_norm(
+    op: str, x: Tensor, C: int, weight: Any, bias: Any, groups: object, eps: object, silu: object, prefix: str = ""
+) -> None:
+    """What makes a norm of C channels beside x; weight and bias have this prefix to their names."""
+    _check.vector(op, f"{prefix}weight", weight, x, (C,), "C")
+    _check.vector(op, f"{prefix}bias", bias, x, (C,), "C")
     if type(groups) is not int:
         _check.kind(op, "groups", groups, "int")
     if groups < 1 or C % groups:  # type: ignore[operator]
         shown = _check.show(groups).removeprefix("int ")
-        raise OpError(f"{op}: groups must divide the channels of x {_check.show(x)}, not {shown}")
+        raise OpError(f"{op}: groups must divide the {C} channels, not {shown}")
     _check.eps(op, eps)
     if type(silu) is not bool:
         _check.kind(op, "silu", silu, "bool")
-    if pre_bias is not None:
-        _check.vector(op, "pre_bias", pre_bias, x, (C,), "C")
-    return x.shape  # type: ignore[no-any-return]
 
 
 def memory_format(x: Tensor) -> torch.memory_format:

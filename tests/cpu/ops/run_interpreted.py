@@ -27,7 +27,7 @@ def main() -> None:
     share, of = int(sys.argv[1]), int(sys.argv[2])
     jobs = [(op, case) for op in ops.registry().values() for case in op.cases if "small" in case.tags]
     # The interpreter multiplies no bfloat16.
-    convolutions = ("conv2d", "conv2d_residual_group_norm_silu", "group_norm_silu_conv2d", "winograd_conv2d")
+    convolutions = ("conv2d", "conv2d_group_norm_silu", "group_norm_silu_conv2d", "winograd_conv2d")
     with_dot = (*convolutions, "grouped_linear", "linear_gelu", "linear_swiglu")
     found = {}
     for op, case in jobs[share::of]:

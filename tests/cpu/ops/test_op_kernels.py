@@ -21,7 +21,7 @@ def small_cases() -> Iterator[str]:
                 yield from (f"{op.name}/{case.name}/{dtype}" for dtype in ("float32", *halves))
                 if op.name in (
                     "conv2d",
-                    "conv2d_residual_group_norm_silu",
+                    "conv2d_group_norm_silu",
                     "group_norm_silu_conv2d",
                     "grouped_linear",
                     "linear_gelu",

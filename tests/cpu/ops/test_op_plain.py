@@ -79,7 +79,7 @@ def stock(name: str, a: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     if name == "residual_group_norm_silu":
         r = a[0] + a[1]
         return r, F.silu(F.group_norm(r, a[4], a[2], a[3], eps=1e-6))  # type: ignore[arg-type]
-    if name == "conv2d_residual_group_norm_silu":
+    if name == "conv2d_group_norm_silu":
         r = F.conv2d(*a[:2], padding=1) + a[2]
         return r, F.silu(F.group_norm(r, a[5], a[3], a[4], eps=1e-6))  # type: ignore[arg-type]
     if name == "group_norm_silu_conv2d":

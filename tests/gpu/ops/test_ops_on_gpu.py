@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none"),
 ]
 LIBRARY = {
-    *("attention", "conv2d", "conv2d_residual_group_norm_silu", "linear_gelu", "linear_swiglu", "upsample_conv2d"),
+    *("attention", "conv2d", "conv2d_group_norm_silu", "linear_gelu", "linear_swiglu", "upsample_conv2d"),
 }
 KERNELS = sorted(set(ops.registry()) - LIBRARY)
 
@@ -136,7 +136,7 @@ def hopper() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_a_convolution_beside_a_residual_is_ours() -> None:
-    conv = ops.conv2d_residual_group_norm_silu
+    conv = ops.conv2d_group_norm_silu
     for case in (c for c in conv.cases if "real" in c.tags):
         args, kwargs = case.build(torch.bfloat16, "cuda")
         assert conv.backend(*args, **kwargs) == ("hopper", ""), case.name
