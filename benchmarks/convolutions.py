@@ -1,11 +1,11 @@
 """Every convolution of FLUX's VAE, by cuDNN and by the ops that could stand in its place.
 
-`cudnn` has no bias, `cudnn+bias` adds it in a second kernel; the others add it in their own. `own` is ops.conv2d with
-that algorithm; `winograd-2` and `winograd-4` are ops.winograd_conv2d on weights that were transformed before. Where a
-3x3 has as many outputs as channels, as the last one of a residual block, `cudnn+residual` is cuDNN and one pass of ours
-for bias and residual, and `own+residual` adds them in the kernel. Pictures, weights and results lie channels_last. A
-layer's arguments take turns, so that none lies in the cache. TFLOP/s are those of a direct convolution, whatever
-computes it.
+`cudnn` has no bias, `cudnn+bias` adds it in a second kernel of torch's. `library` and `own` are ops.conv2d with those
+algorithms: cuDNN and one pass of ours, and our kernels, which add the bias themselves. `winograd-2` and `winograd-4`
+are ops.winograd_conv2d on weights that were transformed before. Where a 3x3 has as many outputs as channels, as the
+last one of a residual block, `library+residual` and `own+residual` add a residual too. Pictures, weights and results
+lie channels_last. A layer's arguments take turns, so that none lies in the cache. TFLOP/s are those of a direct
+convolution, whatever computes it.
 
 The error is relative L2 against fp32 on the same values, of the convolution alone: for it no plan is given a bias or a
 residual. Green is what the ops ask for: at most twice that of `cudnn` in bf16, plus 1e-6.
@@ -39,8 +39,8 @@ from fusedit.vae_stages import no_tf32
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
-PLANS: Final = ("cudnn", "cudnn+bias", "own", "winograd-2", "winograd-4")
-BESIDE_A_RESIDUAL: Final = ("cudnn+residual", "own+residual")
+PLANS: Final = ("cudnn", "cudnn+bias", "library", "own", "winograd-2", "winograd-4")
+BESIDE_A_RESIDUAL: Final = ("library+residual", "own+residual")
 FASTEST: Final = 1e15
 """FLOP/s that no card here exceeds: so many calls that a replay lasts about REPLAY_S, or longer."""
 
@@ -62,7 +62,7 @@ class Layer(NamedTuple):
     @property
     def plans(self) -> tuple[str, ...]:
         """Those that this layer has: Winograd is for 3x3 only."""
-        alone = PLANS if self.R == 3 else PLANS[:3]
+        alone = PLANS if self.R == 3 else PLANS[:4]
         return (*alone, *BESIDE_A_RESIDUAL) if self.in_a_block else alone
 
     @property
@@ -107,7 +107,7 @@ def prepare(plan: str, a: Arguments) -> Call:
         bias = a.bias if plan == "cudnn+bias" else None
         return lambda: F.conv2d(a.x, a.weight, bias, padding=a.weight.shape[-1] // 2)
     if not plan.startswith("winograd"):
-        conv, algorithm = _op("conv2d"), "library" if plan.startswith("cudnn") else "own"
+        conv, algorithm = _op("conv2d"), plan.removesuffix("+residual")
         residual = a.residual if plan.endswith("+residual") else None
         return lambda: conv(a.x, a.weight, a.bias, residual, "none", algorithm)
     winograd = _op("winograd_conv2d")
@@ -219,7 +219,7 @@ def show(rows: list[Row]) -> None:
     """One line a row; ratios against cuDNN with a bias."""
     stock = next((row for row in rows if row.plan == "cudnn+bias"), None)
     for row in rows:
-        label = f"{row.model:12} {row.size:9} {row.plan:14}"
+        label = f"{row.model:12} {row.size:9} {row.plan:16}"
         if row.error is not None or row.ms is None:
             typer.echo(f"{label} {row.error or 'not measured'}")
             continue

@@ -20,14 +20,13 @@ from torch.nn import functional as F
 from fusedit import ops
 from fusedit.models._model import FusedModel, Rewrite
 from fusedit.plan import Plan
-from fusedit.runtime import relaid
+from fusedit.runtime import relaid, widened
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.linear import linear
 
 Tensor = torch.Tensor
 CONVERSIONS: Final = "conversions between NCHW and channels_last"
-WIDENED: Final = "float16 weights computed in float32, since float16 overflows to black pictures"
 
 
 class Sum(NamedTuple):
@@ -58,6 +57,7 @@ class VaeModel(FusedModel):
 
     name: ClassVar[str]
     denoiser = False
+    overflows = True
 
     def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
         super().__init__(module, plan, counters)
@@ -73,25 +73,32 @@ class VaeModel(FusedModel):
         sample = args[0] if args else kwargs.get("sample")
         if not isinstance(sample, Tensor) or sample.ndim != 4:
             return f"the input has {getattr(sample, 'ndim', 'no')} dimensions, not 4"
+        dtype = getattr(m.conv_in, "base_layer", m.conv_in).weight.dtype
+        if sample.dtype != dtype:
+            return f"the input is {_named(sample.dtype)}, the weights are {_named(dtype)}"
         from diffusers.models.attention_processor import AttnProcessor2_0
 
         for attn in m.mid_block.attentions:
             if attn is not None and type(attn.processor) is not AttnProcessor2_0:
                 return f"attention processor {type(attn.processor).__name__}"
         if sample.dtype == torch.float16 and any(type(child).__module__.startswith("peft.") for child in m.modules()):
-            return "float16 with a LoRA layer, which cannot be widened"
+            return "float16 with a LoRA layer: only the whole of stock can be widened"
         return None
+
+    def run_stock(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In float32 where all is float16, as the fused forward computes it."""
+        return widened.call(self.module, stock, args, kwargs, self.counters)
 
     @abstractmethod
     def stages(self) -> Iterator[tuple[str, Stage]]:
         """The forward in pieces, by the names of the stock modules they stand for."""
 
     def run(self, sample: Tensor) -> Tensor:
-        """All stages, on channels_last memory, in float32 where the sample is float16; the result as stock gives it,
-        dense and in the sample's dtype."""
+        """All stages, on channels_last memory, in float32 where the sample is float16; the result in the
+        sample's dtype and contiguous; stock's, on a CPU and for several pictures, may lie channels_last."""
         m, half = self.module, sample.dtype == torch.float16
         if half:
-            self.counters.event(WIDENED)
+            self.counters.event(widened.WIDENED)
 
         def step(tensors: tuple[Tensor, ...]) -> Tensor:
             (x,) = tensors
@@ -157,8 +164,7 @@ class VaeModel(FusedModel):
         if s.weight is not None:
             if s.residual is not None or self._serves_alone(s, options):
                 self.counters.ran(f"{self.name}.conv2d")
-                first = torch.empty_like(s.x) if s.residual is None else s.residual
-                x, n = self.conv_norm(s.x, s.weight, *options, s.bias, s.residual, out=(first, s.x))
+                x, n = self.conv_norm(s.x, s.weight, *options, s.bias, s.residual, out=self._onto(s, s.weight))
                 return Sum(x), n
             s = self.made(s)
         if s.residual is None:
@@ -180,10 +186,20 @@ class VaeModel(FusedModel):
 
     def later(self, layer: Any, x: Tensor) -> Sum:
         """A convolution that may be left to a norm, which then overwrites x."""
-        if self.joins and x.is_cuda and type(layer) is nn.Conv2d and layer.in_channels == layer.out_channels:
+        if self.joins and x.is_cuda and type(layer) is nn.Conv2d:
             weight, bias = self.weights(layer, x)
             return Sum(x, bias, None, weight)
         return self.conv(layer, x)
+
+    @staticmethod
+    def _onto(s: Sum, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Memory for the sum, that of the residual, and for its norm, that of what is convolved; or new."""
+        x, shape = s.x, (s.x.shape[0], weight.shape[0], *s.x.shape[2:])
+
+        def new() -> Tensor:
+            return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+        return new() if s.residual is None else s.residual, x if x.shape == shape else new()
 
     def _serves_alone(self, s: Sum, options: tuple[Any, ...]) -> bool:
         """Whether a kernel takes the statistics of a convolution without a residual on its way."""
@@ -270,6 +286,10 @@ def _total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return a.float() + b
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def block_reason(block: Any) -> str | None:

@@ -91,10 +91,10 @@ def conv(
         C,
         K,
         programs,
+        int(residual is not None),
         int(moments),
         ACT=ACTIVATIONS.index(act),
         BIAS=bias is not None,
-        RESIDUAL=residual is not None,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -118,6 +118,6 @@ def builds() -> list[Build]:
     types = {"x_d": wide, "residual_d": wide, "weight_d": tile(OUTPUTS, CHANNELS)}
     types |= {"y_d": tile(1, 1, PIXELS // 2, CHANNELS), "bias_ptr": "*bf16"}
     types |= {"mean_ptr": "*fp32", "square_ptr": "*fp32"}
-    flags = {"ACT": 0, "BIAS": True, "RESIDUAL": True}
+    flags = {"ACT": 0, "BIAS": True}
     made = Build.of("hopper", _conv_hopper_kernel.conv, types, flags, 4, "no-spill", "descriptors")
     return [made]

@@ -66,7 +66,7 @@ def _copies(
     memory: gl.tuple,
     barriers: gl.tuple,
     sizes: gl.tuple,
-    RESIDUAL: gl.constexpr,
+    residual: gl.tensor,
 ) -> None:
     rows, taps, _ = memory
     rows_full, rows_free, taps_full, taps_free = barriers
@@ -77,7 +77,7 @@ def _copies(
     turn = 1
     for tile in range(gl.program_id(0), _tiles(sizes), programs):
         n, h, w, column, _ = _locate(tile, sizes)
-        if RESIDUAL:
+        if residual != 0:
             for i in gl.static_range(2):
                 full = rows_full.index(2 * q + i)
                 mbarrier.wait(rows_free.index(2 * q + i), phase)
@@ -115,13 +115,12 @@ def _multiply(
     rows: gl.tensor,
     q: gl.tensor,
     ROW: gl.constexpr,
-    more: gl.tensor,
 ) -> gl.tuple:
     """acc0 + left times row ROW, acc1 + left times row ROW + 1 of the four of half q; asynchronous."""
     row0 = view(rows.index(2 * q + ROW // 2), rows.dtype, [2, TW, BK], rows.layout).index(ROW % 2)
     row1 = view(rows.index(2 * q + (ROW + 1) // 2), rows.dtype, [2, TW, BK], rows.layout).index((ROW + 1) % 2)
-    acc0 = warpgroup_mma(left, row0.permute((1, 0)), acc0, use_acc=more, is_async=True)
-    acc1 = warpgroup_mma(left, row1.permute((1, 0)), acc1, use_acc=more, is_async=True)
+    acc0 = warpgroup_mma(left, row0.permute((1, 0)), acc0, is_async=True)
+    acc1 = warpgroup_mma(left, row1.permute((1, 0)), acc1, is_async=True)
     return acc0, acc1
 
 
@@ -179,9 +178,9 @@ def _products(
     vectors: gl.tuple,
     sizes: gl.tuple,
     WHICH: gl.constexpr,
+    residual: gl.tensor,
     ACT: gl.constexpr,
     BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
 ) -> None:
     """A group of warps: outputs WHICH * BK and on of every tile."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TW, 16])
@@ -204,12 +203,12 @@ def _products(
             bias = gl.load(bias_ptr + column + gl.arange(0, BK, layout=gl.SliceLayout(1, ACC))).to(gl.float32)
         acc0 = gl.zeros([BK, TW], gl.float32, ACC)
         acc1 = gl.zeros([BK, TW], gl.float32, ACC)
-        if RESIDUAL:
+        if residual != 0:
             i = gl.arange(0, BK, layout=gl.SliceLayout(1, EYE))
             j = gl.arange(0, BK, layout=gl.SliceLayout(0, EYE))
             eye = gl.where(i[:, None] == j[None, :], 1.0, 0.0).to(dtype)
             mbarrier.wait(rows_full.index(2 * q + WHICH), phase)
-            acc0, acc1 = _multiply(acc0, acc1, eye, rows, q, 2 * WHICH, False)
+            acc0, acc1 = _multiply(acc0, acc1, eye, rows, q, 2 * WHICH)
             acc0, acc1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc0, acc1))
             # The other pair too: a slot may only be filled again when both groups have passed it.
             mbarrier.wait(rows_full.index(2 * q + 1 - WHICH), phase)
@@ -224,10 +223,7 @@ def _products(
                     mbarrier.wait(rows_full.index(2 * q + dy), phase)
                 mbarrier.wait(taps_full.index(t), turn)
                 left = taps.index(t).slice(WHICH * BK, BK)
-                if dy == 0:
-                    acc0, acc1 = _multiply(acc0, acc1, left, rows, q, 0, RESIDUAL or step > 0)
-                else:
-                    acc0, acc1 = _multiply(acc0, acc1, left, rows, q, dy, True)
+                acc0, acc1 = _multiply(acc0, acc1, left, rows, q, dy)
                 acc0, acc1 = warpgroup_mma_wait(num_outstanding=2, deps=(acc0, acc1))
                 # The tap before is done: give back its weights, and the input rows that it was the last to use.
                 sync()
@@ -273,12 +269,15 @@ def conv(
     C: gl.tensor,
     K: gl.tensor,
     programs: gl.tensor,
+    residual: gl.tensor,
     moments: gl.tensor,
     ACT: gl.constexpr,
     BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
 ) -> None:
-    """y = act(conv(x) + bias) or conv(x) + bias + residual; unless `moments` is 0, also means and squares of tiles."""
+    """y = act(conv(x) + bias); unless `residual` is 0, y = conv(x) + bias + residual, with ACT 0.
+
+    Unless `moments` is 0, means and squares of tiles too.
+    """
     dtype: gl.constexpr = x_d.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TW, BK], dtype)
     rows = gl.allocate_shared_memory(dtype, [4, 2 * TW, BK], LAYOUT)
@@ -302,9 +301,9 @@ def conv(
     vectors = (bias_ptr, mean_ptr, square_ptr, moments)
     gl.warp_specialize(
         [
-            (_products, (y_d, memory, barriers, vectors, sizes, 0, ACT, BIAS, RESIDUAL)),
-            (_products, (y_d, memory, barriers, vectors, sizes, 1, ACT, BIAS, RESIDUAL)),
-            (_copies, (x_d, weight_d, residual_d, memory, barriers, sizes, RESIDUAL)),
+            (_products, (y_d, memory, barriers, vectors, sizes, 0, residual, ACT, BIAS)),
+            (_products, (y_d, memory, barriers, vectors, sizes, 1, residual, ACT, BIAS)),
+            (_copies, (x_d, weight_d, residual_d, memory, barriers, sizes, residual)),
         ],
         [4, 1],
         [240, 24],

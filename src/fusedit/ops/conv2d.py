@@ -33,12 +33,12 @@ Tensor = torch.Tensor
 _FEW: Final = 16
 """Input channels up to which `direct` is faster than the library. H200: 3 -> 128 at 1024x1024 137 us against 700, 16 ->
 512 at 128x128 42 against 50."""
-_BESIDE_A_RESIDUAL: Final[dict[tuple[int, int], frozenset[tuple[int, int]]]] = {
-    (9, 0): frozenset({(128, 128), (256, 256), (512, 512)})
+_ADDS: Final[dict[tuple[int, int], frozenset[tuple[int, int]]]] = {
+    (9, 0): frozenset({(128, 128), (256, 256), (512, 512), (128, 256), (256, 128), (256, 512), (512, 256)})
 }
-"""Compute capability -> (C, K) of 3x3 convolutions for which `hopper`, which adds a residual on the way, is faster than
-the library and a pass behind it. Without a residual it is nowhere. H200: 128 channels at 1024x1024 0.522 ms against
-0.434 + 0.21, 256 at 512x512 0.467 against 0.428 + 0.11, 512 at 256x256 0.436 against 0.432 + 0.05."""
+"""Compute capability -> (C, K) of 3x3 convolutions for which `hopper`, which adds bias and residual on the way, is
+faster than the library and a pass behind it. Where nothing follows the products the library is. H200, with a residual:
+128 channels at 1024x1024 0.522 ms against 0.434 + 0.21, 256 at 512x512 0.467 against 0.428 + 0.11."""
 ALGORITHMS: Final = ("fastest", "library", "own")
 
 
@@ -113,7 +113,6 @@ def choose(
     Raises:
         OpError: one of ours was asked for, and none can take the call.
     """
-    del bias
     usable, why = _triton.status(x.device, x.dtype)
     if usable and x.dtype == torch.float64:
         usable, why = False, "no kernels for float64"
@@ -137,16 +136,17 @@ def choose(
     reason = _conv_hopper.reason(x, K, R, activation, residual)
     if algorithm == "own":
         return Backend("direct", reason) if reason else Backend("hopper", "")
-    reason = reason or _slower(x, K, residual)
+    reason = reason or _slower(x, K, alone=bias is None and residual is None and activation == "none")
     return Backend("library", reason) if reason else Backend("hopper", "")
 
 
-def _slower(x: Tensor, K: int, residual: Tensor | None) -> str:
+def _slower(x: Tensor, K: int, *, alone: bool) -> str:
     """Why `hopper`, which could take the call, is not the fastest, or nothing."""
+    if alone:
+        return "without anything to add the library is as fast"
     capability = _triton.capability(x.device.index or 0)
-    if residual is None or (x.shape[1], K) not in _BESIDE_A_RESIDUAL.get(capability, ()):
-        beside = "without a residual" if residual is None else "beside a residual"
-        return f"not measured to be slower for {x.shape[1]} -> {K} {beside} on {capability}"
+    if (x.shape[1], K) not in _ADDS.get(capability, ()):
+        return f"not measured to be slower for {x.shape[1]} -> {K} on {capability}"
     return _conv_hopper.idle(x, K)
 
 

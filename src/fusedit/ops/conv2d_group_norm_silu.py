@@ -34,7 +34,7 @@ from fusedit.ops.group_norm_silu import reference as norm_reference
 
 Tensor = torch.Tensor
 _FOR_A_NORM: Final[dict[tuple[int, int], frozenset[tuple[int, int]]]] = {
-    (9, 0): frozenset({(128, 128), (256, 256), (512, 512)})
+    (9, 0): frozenset({(128, 128), (256, 256), (512, 512), (128, 256), (256, 512), (512, 256)})
 }
 """Compute capability -> (C, K) of 3x3 convolutions for which `hopper` with statistics and without a residual is faster
 than the library and a pass that takes them."""

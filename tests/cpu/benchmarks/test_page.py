@@ -196,8 +196,8 @@ def test_a_layer_is_a_row_with_its_fastest() -> None:
     found = layer(cudnn=0.3, cudnn_bias=0.5, own=0.4, winograd_2=0.2, winograd_4=0.1)
     found[2].error, found[2].ms, found[2].correct = "no such op: conv2d", None, None
     text = pages([run("a.json", *found)])["performance.md"]
-    cells = ["512->256 3x3", "512x512", "0.3000", "0.5000", "no such op: conv2d", "0.2000", "0.1000"]
-    errors = "0.0020 / 0.0020 / – / 0.0020 / 0.0020"
+    cells = ["512->256 3x3", "512x512", "0.3000", "0.5000", "–", "no such op: conv2d", "0.2000", "0.1000"]
+    errors = "0.0020 / 0.0020 / – / – / 0.0020 / 0.0020"
     assert (
         line(text, "512->256 3x3") == "| " + " | ".join([*cells, "–", "–", "winograd-4", errors, "green", "1"]) + " |"
     )
@@ -208,14 +208,14 @@ def test_a_red_layer_is_never_the_fastest() -> None:
     found = layer(cudnn=0.3, cudnn_bias=0.5, winograd_4=0.1)
     found[2].rel_error, found[2].correct = float("nan"), False
     shown = line(pages([run("a.json", *found)])["performance.md"], "512->256 3x3")
-    assert "| 0.3000 | 0.5000 | – | – | 0.1000 | – | – | cudnn |" in shown
+    assert "| 0.3000 | 0.5000 | – | – | – | 0.1000 | – | – | cudnn+bias |" in shown
     assert "**red**: winograd-4" in shown
 
 
 def test_layers_of_two_runs_are_not_compared() -> None:
     old = run("old.json", *layer(cudnn=0.3, own=0.1), time="2026-01-01T00:00:00+00:00")
     shown = line(pages([old, run("new.json", *layer(cudnn=0.2))])["performance.md"], "512->256 3x3")
-    assert "| 0.2000 | – | – | – | – | – | – | cudnn |" in shown
+    assert "| 0.2000 | – | – | – | – | – | – | – | – |" in shown
 
 
 def test_layouts_have_their_section() -> None:
