@@ -1,6 +1,7 @@
 """The command line: parses, calls the public functions, prints. Everything heavy is imported inside the commands.
 
-Exit codes: 0 done, 1 a gate failed or a picture held NaN or infinity, 2 wrong use, 3 a defect in fusedit itself.
+Exit codes: 0 done, 1 a gate failed or a picture held NaN or infinity, 2 wrong use or results that cannot be written, 3 a
+defect in fusedit itself, 130 interrupted, 141 nobody reads the results any more.
 Results go to standard output, everything else to standard error. An error is one sentence, and with --json also
 `{"error": {"type", "message"}}` on standard output.
 """
@@ -18,6 +19,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from fusedit.errors import FuseditError, NonFiniteError
+from fusedit.stdout import guard
 
 app = typer.Typer(
     name="fusedit",
@@ -57,7 +59,7 @@ def reporting(command: Command) -> Command:
         except KeyboardInterrupt:
             typer.echo("fusedit: interrupted", err=True)
             raise typer.Exit(130) from None
-        except (typer.Exit, typer.Abort, BrokenPipeError):  # the last: `fusedit models | head`; click ends it quietly
+        except (typer.Exit, typer.Abort):
             raise
         except Exception as error:
             if os.environ.get("FUSEDIT_DEBUG"):
@@ -88,7 +90,8 @@ def console() -> Any:
     """A rich console for results: the terminal's width, or 120 columns of plain text in a pipe."""
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=120, color_system=None)
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    return Console() if terminal else Console(width=120, color_system=None)
 
 
 def version(value: bool) -> None:
@@ -246,7 +249,9 @@ def layout(
             help="Embedded model, local diffusers directory, hub id, or random-flux: FLUX.1-dev's VAE, random weights.",
         ),
     ] = "tiny-flux",
-    size: SizeText = None,
+    size: Annotated[
+        str | None, typer.Option("--size", metavar="WxH", help="Pixels, multiples of 16, at most 8192 a side.")
+    ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Pictures at once.")] = 1,
     what: Annotated[str, typer.Option("--what", metavar="decode|encode|both", help="Half of the VAE.")] = "both",
     dtype: Dtype = None,
@@ -317,4 +322,5 @@ def demo(
 
 def main() -> None:
     """Entry point of the `fusedit` command."""
+    guard()
     app()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 VARIANTS: Final = {"nchw": "stock in NCHW", "nhwc": "stock in NHWC", "fused": "fused"}
 WHAT: Final = ("decode", "encode", "both")
 MOST_SECONDS: Final = 600
+MOST_PIXELS: Final = 8192
+"""Of a side: four times what the models draw, and minutes a picture on a CPU."""
 ALIKE: Final = 0.03
 """Times that differ by less than this share count as the same in a sentence."""
 
@@ -40,6 +42,8 @@ def run_layout(
     """
     check_choice(what, WHAT, "what")
     asked = parse_size(size) if size is not None else None
+    if asked is not None and max(asked) > MOST_PIXELS:
+        raise ArgumentError(f"size {asked} has a side of {max(asked)}; give at most {MOST_PIXELS}")
     if batch < 1:
         raise ArgumentError(f"batch is {batch}; give 1 or more")
     if not math.isfinite(seconds) or not 0 < seconds <= MOST_SECONDS:

@@ -9,6 +9,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from fusedit import ops
@@ -183,19 +184,20 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
         if module is None or not _served(module, model):
             continue
         reason = _refusal(pipe, module, model)
+        off = [rewrite.name for rewrite in model.rewrites if not chosen.enabled(rewrite.name)]
         if reason is not None:
             refusals += [Refusal(rewrite.name, reason) for rewrite in model.rewrites]
             if model.denoiser:
                 blocking.append(reason)
-            continue
-        refusals += [
-            Refusal(rewrite.name, "switched off by the plan")
-            for rewrite in model.rewrites
-            if not chosen.enabled(rewrite.name)
-        ]
-        if any(chosen.enabled(rewrite.name) for rewrite in model.rewrites):
-            sessions.append(Session(model, module, chosen))
-            notes += model.notes
+        else:
+            refusals += [Refusal(name, "switched off by the plan") for name in off]
+        wanted = len(off) < len(model.rewrites)
+        if wanted and (reason is None or (_overflows(module, model) and _reachable(pipe, module, model))):
+            sessions.append(Session(model, module, chosen, refused=reason))
+            notes += model.notes if reason is None else ()
+        elif _overflows(module, model):
+            name = ".".join(model.path)
+            notes.append(f"{name} runs in float16, as stock does, which may overflow to black pictures")
     for name in _DENOISERS:
         module = getattr(pipe, name, None)
         if isinstance(module, nn.Module) and not any(_served(module, model) for model in registry().values()):
@@ -242,6 +244,8 @@ def _keep_prompts(pipe: DiffusionPipeline, plan: Plan, notes: list[str]) -> Prom
 
 def _without_kernels(session: Session) -> list[str]:
     """A note where the ops of this module run plain torch, and why."""
+    if session.refused:
+        return []
     parameter = next(session.module.parameters())
     usable, reason = ops.triton_status(parameter.device, parameter.dtype)
     return [] if usable else [f"{'.'.join(session.model.path)}: ops run plain torch ({reason})"]
@@ -260,6 +264,18 @@ def _check_names(plan: Plan) -> None:
     for name in plan.rewrites:
         if name not in known:
             raise PlanError(f"unknown rewrite {name!r} in the plan; known rewrites: {', '.join(known)}")
+
+
+def _overflows(module: nn.Module, model: type[FusedModel]) -> bool:
+    """Whether stock may overflow in the dtype that the module has now."""
+    parameter = next(module.parameters(), None)
+    return model.overflows and parameter is not None and parameter.dtype == torch.float16
+
+
+def _reachable(pipe: Any, module: nn.Module, model: type[FusedModel]) -> bool:
+    """Whether the stock forward of a module that was refused may be called by us, with weights that can be widened."""
+    owner = getattr(pipe, model.path[0])
+    return quantised_by(owner) is None and compiled_by(owner) is None and not foreign_forward(module)
 
 
 def _refusal(pipe: Any, module: nn.Module, model: type[FusedModel]) -> str | None:

@@ -34,13 +34,16 @@ class Session:
         model: the FusedModel subclass that serves the module.
         module: the stock module.
         plan: what to switch on.
+        refused: why every call is left to stock, if so; then the module need not be what `model` knows.
     """
 
-    def __init__(self, model: type[FusedModel], module: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: type[FusedModel], module: nn.Module, plan: Plan, *, refused: str | None = None) -> None:
         self.module = module
+        self.refused = refused
         self.counters = Counters()
         self.model = model(module, plan, self.counters)
-        self.rewrites = [rewrite for rewrite in model.rewrites if plan.enabled(rewrite.name)]
+        self.rewrites = [] if refused else [rewrite for rewrite in model.rewrites if plan.enabled(rewrite.name)]
+        self._form = None if refused else model.form_of(module)
         self.paused = 0
         self.called = False
         self._forward: FusedForward | None = None
@@ -82,7 +85,7 @@ class Session:
         reason = self._why_stock(args, kwargs)
         if reason is not None:
             self.counters.all_fell_back(self._names(), reason)
-            return stock(*args, **kwargs)
+            return self.model.run_stock(stock, args, kwargs)
         self.model.cache.begin(run)
         with torch.no_grad():
             return self.model.forward(*args, **kwargs)
@@ -91,6 +94,8 @@ class Session:
         return [rewrite.name for rewrite in self.rewrites]
 
     def _why_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if self._form is None:
+            return self.refused
         if torch.is_grad_enabled() and (
             any(tensor.requires_grad for tensor in _tensors([*args, *kwargs.values()]))
             or any(parameter.requires_grad for parameter in self.module.parameters())
@@ -99,9 +104,11 @@ class Session:
         parameter = next(self.module.parameters())
         if parameter.dtype == torch.float64:
             return "float64"
+        if parameter.is_meta:
+            return "weights are moved layer by layer (offload)"
         device = parameter.device.type
         if torch.is_autocast_enabled(device):
             return "autocast is on"
         if getattr(self.module, "_compiled_call_impl", None) is not None:
             return "the module was compiled after accelerate()"
-        return inner_reason(self.module, self.model.known, self.model.form) or self.model.needs_stock(args, kwargs)
+        return inner_reason(self.module, self.model.known, self._form) or self.model.needs_stock(args, kwargs)

@@ -97,12 +97,13 @@ class FusedModel(ABC):
     rewrites: ClassVar[tuple[Rewrite, ...]]
     notes: ClassVar[tuple[str, ...]] = ()
     """Facts about what stays stock, for the report."""
+    overflows: ClassVar[bool] = False
+    """Whether float16 overflows it, so that `run_stock` widens, also where the module was refused."""
 
     def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
         self.module = module
         self.plan = plan
         self.counters = counters
-        self.form = self.form_of(module)
         self.cache = RunCache()
         name = "graphs" if self.denoiser else f"{'.'.join(self.path)} graphs"
         self.graphs = StepGraphs(counters, enabled=plan.cache["graphs"], name=name)
@@ -161,6 +162,10 @@ class FusedModel(ABC):
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The fused forward. The caller holds torch.no_grad or the inputs need no gradient."""
+
+    def run_stock(self, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The stock forward in place of the fused one, for a reason that was counted."""
+        return stock(*args, **kwargs)
 
     def unpack(self) -> None:  # noqa: B027 - most models pack something, but none has to
         """Give packed parameters their own storage again; runs when the last pipeline lets go of the module."""

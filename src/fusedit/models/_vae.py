@@ -140,10 +140,17 @@ class VaeModel(FusedModel):
             return weight.float(), None if bias is None else bias.float()
         return weight, bias
 
+    def called(self, layer: Any, x: Tensor) -> Tensor:
+        """A LoRA layer in the place of a convolution, as the module that it is."""
+        if self.plan.enabled(f"{self.name}.conv2d"):
+            self.counters.fell_back(f"{self.name}.conv2d", no_convolution(layer))
+        y: Tensor = layer(x)
+        return y
+
     def conv(self, layer: Any, x: Tensor) -> Sum:
         """A convolution with stride 1; on a GPU its bias is left to the next op."""
         if type(layer) is not nn.Conv2d:  # a LoRA layer
-            return Sum(layer(x))
+            return Sum(self.called(layer, x))
         weight, bias = self.weights(layer, x)
         if x.is_cuda:
             return Sum(self.convolve(x, weight), bias)
@@ -152,7 +159,7 @@ class VaeModel(FusedModel):
     def whole_conv(self, layer: Any, x: Tensor, **more: Any) -> Tensor:
         """A convolution with its bias, and a residual where one is given."""
         if type(layer) is not nn.Conv2d:
-            return added(Sum(layer(x), None, more.get("residual")), more.get("out"))
+            return added(Sum(self.called(layer, x), None, more.get("residual")), more.get("out"))
         weight, bias = self.weights(layer, x)
         y: Tensor = self.convolve(x, weight, bias, **more)
         return y
@@ -164,7 +171,8 @@ class VaeModel(FusedModel):
         if s.weight is not None:
             if s.residual is not None or self._serves_alone(s, options):
                 self.counters.ran(f"{self.name}.conv2d")
-                x, n = self.conv_norm(s.x, s.weight, *options, s.bias, s.residual, out=self._onto(s, s.weight))
+                onto = self._onto(s, s.weight)
+                x, n = self.conv_norm(s.x, s.weight, *options[:3], s.bias, s.residual, *options[3:], out=onto)
                 return Sum(x), n
             s = self.made(s)
         if s.residual is None:
@@ -204,7 +212,7 @@ class VaeModel(FusedModel):
     def _serves_alone(self, s: Sum, options: tuple[Any, ...]) -> bool:
         """Whether a kernel takes the statistics of a convolution without a residual on its way."""
         assert s.weight is not None
-        name: str = ops.conv2d_group_norm_silu.backend(s.x, s.weight, *options, s.bias).name
+        name: str = ops.conv2d_group_norm_silu.backend(s.x, s.weight, *options[:3], s.bias).name
         return name == "hopper"
 
     def made(self, s: Sum) -> Sum:
@@ -238,7 +246,7 @@ class VaeModel(FusedModel):
             return Sum(h, _total(bias, s.bias), s.x)
         if type(layer) is not nn.Conv2d or not h.is_cuda:
             x = s.x if s.bias is None else s.x + s.bias.to(s.x.dtype)[:, None, None]
-            return Sum(h, bias, layer(x) if type(layer) is not nn.Conv2d else self.conv(layer, x).x)
+            return Sum(h, bias, self.called(layer, x) if type(layer) is not nn.Conv2d else self.conv(layer, x).x)
         # One tap: a product that adds to h as it lies, and the bias of its input goes through it apart.
         weight, more = self.weights(layer, h)
         matrix = weight[:, :, 0, 0]
@@ -286,6 +294,11 @@ def _total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return a.float() + b
+
+
+def no_convolution(layer: Any) -> str:
+    """What a layer is that only stands for a convolution."""
+    return f"the convolution is a {type(layer).__module__.partition('.')[0]} {type(layer).__name__} layer"
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fusedit import ops
 from fusedit.models._model import Rewrite
-from fusedit.models._vae import Stage, Sum, VaeModel, added, plain_conv, rewrites, shared_reason
+from fusedit.models._vae import Stage, Sum, VaeModel, added, no_convolution, plain_conv, rewrites, shared_reason
 from fusedit.models.flux import Flux
 from fusedit.models.z_image import ZImage
 from fusedit.plan import Plan
@@ -109,7 +109,7 @@ class AutoencoderKL(VaeModel):
         layer, norm = m.conv_out, m.conv_norm_out
         reason = ""
         if type(layer) is not nn.Conv2d:
-            reason = f"the convolution is a {type(layer).__module__.partition('.')[0]} {type(layer).__name__} layer"
+            reason = no_convolution(layer)
         elif 9 * layer.out_channels > _TAPS:
             reason = f"{layer.out_channels} channels are more than {_TAPS // 9}"
         if reason:
@@ -154,7 +154,7 @@ def repeated(x: torch.Tensor) -> torch.Tensor:
 
 def _why_not_folded(conv: Any, x: torch.Tensor) -> str:
     if type(conv) is not nn.Conv2d:
-        return f"the convolution is a {type(conv).__module__.partition('.')[0]} {type(conv).__name__} layer"
+        return no_convolution(conv)
     if x.dtype == torch.bfloat16 and not x.is_cuda:
         # On a GPU the GroupNorm op, which rounds once less than stock, more than pays for it: error 0.0181 of stock's
         # 0.0208 at 1024x1024 with random weights (0.0177 without).

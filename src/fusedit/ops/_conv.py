@@ -35,6 +35,8 @@ def check(
 ) -> tuple[int, ...]:
     """The shape of the result; the weight has R x R taps, R one of `sizes`."""
     _check.activation(op, "x", x, "NCHW")
+    if not x.shape[1]:
+        raise OpError(f"{op}: x must have at least one channel, not {_check.show(x)}")
     _check.activation(op, "weight", weight, "KCRR")
     K, _, R, _ = weight.shape
     if R not in sizes or weight.shape[3] != R:

@@ -279,14 +279,13 @@ class Op(Generic[P, R]):
         return out
 
     def _plain_mixed(self, dtype: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
-        """Weights kept in another dtype than the activations: compute in the wider one, round once."""
+        """Weights kept in another dtype than the activations: compute in the widest of all and fp32, round once."""
+        widest = _widest((*args, *kwargs.values()))
 
-        def wide(t: Any) -> Any:
-            if not isinstance(t, Tensor) or not t.is_floating_point():
-                return t
-            return t.to(torch.promote_types(t.dtype, torch.float32))
+        def widen(t: Any) -> Any:
+            return t.to(widest) if isinstance(t, Tensor) and t.is_floating_point() else t
 
-        made = self._plain(*map(wide, args), out=None, **{key: wide(value) for key, value in kwargs.items()})
+        made = self._plain(*map(widen, args), out=None, **{key: widen(value) for key, value in kwargs.items()})
         made = [made] if self._outputs == 1 else list(made)
         if out is None:
             return self._pack([t.to(dtype) for t in made])
@@ -315,7 +314,11 @@ class Op(Generic[P, R]):
             inputs = self._reads(*args, **kwargs)
         else:
             inputs = tuple(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
-        _outputs.check(self.name, outs, shapes, x, inputs, in_order=self._reads is not None)
+
+        def named(t: Tensor) -> str:
+            return self._signature.name_of(t, args, kwargs)
+
+        _outputs.check(self.name, outs, shapes, x, inputs, named, in_order=self._reads is not None)
         return outs
 
 
@@ -389,7 +392,14 @@ def op(
     return wrap
 
 
+def _widest(values: Sequence[Any]) -> torch.dtype:
+    """fp64 where a tensor among these is fp64, else fp32."""
+    found = any(isinstance(t, Tensor) and t.dtype is torch.float64 for t in values)
+    return torch.float64 if found else torch.float32
+
+
 def wide(*tensors: Any) -> Any:
-    """References compute in fp32, and in fp64 where the input is fp64."""
-    made = [None if t is None else t if t.dtype is torch.float64 else t.float() for t in tensors]
+    """These in fp32, and all in fp64 where one of them is: what references compute in."""
+    widest = _widest(tensors)
+    made = [None if t is None else t.to(widest) for t in tensors]
     return made[0] if len(made) == 1 else made

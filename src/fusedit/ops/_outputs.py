@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ def check(
     shapes: Sequence[Sequence[int]],
     x: Tensor,
     inputs: Sequence[Tensor],
+    named: Callable[[Tensor], str],
     *,
     in_order: bool,
 ) -> None:
@@ -25,6 +26,7 @@ def check(
 
     Args:
         inputs: what is read.
+        named: an input -> how a message calls it.
         in_order: the i-th output may lie on the i-th input only; else any output on any input.
     """
     for place, (target, shape) in enumerate(zip(outs, shapes, strict=True)):
@@ -40,10 +42,28 @@ def check(
             if _check.overlap(target, source) and not (
                 _check.same_place(target, source) and (not in_order or index == place)
             ):
-                raise OpError(
-                    f"{op}: {name} {_check.show(target)} partly overlaps an input {_check.show(source)}; "
-                    "it may lie exactly on an input of its shape, or apart from all"
-                )
+                own = inputs[place] if in_order else None
+                raise OpError(f"{op}: {name} {_check.show(target)} {_why_not(target, source, own, named)}")
         for other in outs[:place]:
             if _check.overlap(target, other):
                 raise OpError(f"{op}: {name} overlaps another output")
+
+
+def _why_not(target: Tensor, source: Tensor, own: Tensor | None, named: Callable[[Tensor], str]) -> str:
+    """Why an output may not lie on this input; `own`: the one that it may lie on, none if empty; None: any."""
+    if own is None:
+        return (
+            f"partly overlaps an input {_check.show(source)}; it may lie exactly on an input of its shape, or apart "
+            "from all"
+        )
+    exact = _check.same_place(target, source)
+    how = "lies on" if exact else "partly overlaps"
+    why = ", which is still read while that is written" if exact else ""
+    if own.numel() == 0 or (_check.overlap(own, source) and (exact or own is not source)):
+        may = "on no input of this call"
+    elif own is source:
+        may = "on it exactly, or apart from all inputs"
+    else:
+        name = named(own)
+        may = f"exactly on {'the one that it is made of' if name == 'an input' else name}, or apart from all inputs"
+    return f"{how} {named(source)} {_check.show(source)}{why}; it may lie {may}"

@@ -62,6 +62,11 @@ class Signature:
             return out
         raise OpError(f"{self.name}: out must be a tuple of {self.outputs} tensors, not {_check.show(out)}")
 
+    def name_of(self, t: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """The parameter that was given this very tensor; a view of one has none."""
+        given = (*zip(self.kinds, args, strict=False), *kwargs.items())
+        return next((name for name, value in given if value is t), "an input")
+
     def judge(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises OpError where an argument is missing, unknown, or of a kind that its parameter does not take.
 

@@ -53,7 +53,7 @@ def plain(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    turn = torch.complex(cos, sin).unsqueeze(2)
+    turn = torch.complex(*(wide(cos, sin) if cos.dtype is not sin.dtype else (cos, sin))).unsqueeze(2)
     if out is not None and _in_place(qkv, out) and qkv.dtype is cos.dtype:
         _turn_in_place(qkv[:, :, :2], q_weight, k_weight, turn.unsqueeze(2), eps)
         return out

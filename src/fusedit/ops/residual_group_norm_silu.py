@@ -54,10 +54,10 @@ def plain(
     *,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if any(t is not None and t.dtype != x.dtype for t in (weight, bias, pre_bias)):  # in fp32, but for s
+    if any(t is not None and t.dtype != x.dtype for t in (weight, bias, pre_bias)):  # in the widest, but for s
         wider, other, pre_bias, weight, bias = wide(x, residual, pre_bias, weight, bias)
         s = plain(wider, other, weight, bias, groups, eps, False, pre_bias)[0].to(x.dtype)
-        y = _group_norm_plain.plain(s.float(), weight, bias, groups, eps, silu, None).to(x.dtype)
+        y = _group_norm_plain.plain(s.to(wider.dtype), weight, bias, groups, eps, silu, None).to(x.dtype)
         return (s, y) if out is None else (out[0].copy_(s), out[1].copy_(y))
     x = x if pre_bias is None else x + pre_bias[:, None, None]
     s = torch.add(x, residual, out=None if out is None else out[0])

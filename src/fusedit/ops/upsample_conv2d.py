@@ -11,6 +11,7 @@ transposed convolution 4x4 of stride 2, whose taps are c, b + c, a + b, a; sums 
 - `plain`: torch, on a CPU; in half precision and for small pictures with u.
 An own product by TMA over the four 2x2 convolutions took 254 us for 512 channels at 128x128 on an H200 (the library
 208), 938 at 256x256 (750) and 995 for 256 channels at 512x512 (850): there is none.
+Where x is infinite the result may be so where stock's is not a number, since sums of taps meet it once.
 The result is channels_last. Bytes: x, weight, bias read, y written. FLOPs: 32 N H W C K. Exactness: reordered.
 Source: Shi et al. 2016, "Is the deconvolution layer the same as a convolutional layer?".
 """

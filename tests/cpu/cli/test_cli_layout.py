@@ -145,6 +145,8 @@ def test_random_flux_says_that_its_weights_are_random(shell: Any, monkeypatch: p
         (("--size", "250x256"), ("240", "256", "width")),
         (("--size", "256"), ("WIDTHxHEIGHT",)),
         (("--size", "0x16"), ("0",)),
+        (("--size", "100000x100000"), ("size 100000x100000 has a side of 100000", "at most 8192")),
+        (("--size", "16x8208"), ("a side of 8208", "at most 8192")),
         (("--batch", "0"), ("batch is 0", "1 or more")),
         (("--seconds", "0"), ("seconds is 0", "more than 0")),
         (("--seconds", "nan"), ("seconds is nan",)),

@@ -60,6 +60,46 @@ def test_doctor_on_this_machine(shell: Any) -> None:
     assert "exact" in result.stdout
 
 
+def streamed(arguments: tuple[str, ...], kind: str, code: str = "") -> tuple[int, str]:
+    """Exit code and standard error of the command line, its standard output full, without a reader, or closed."""
+    program = f"import sys\n{code}\nsys.argv[0] = 'fusedit'\nfrom fusedit.cli import main\nmain()"
+    command = [sys.executable, "-W", "error", "-c", program, *arguments]
+    if kind == "closed":
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full", "wb") as full:
+        out = full if kind == "full" else write if kind == "gone" else None
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    return done.returncode, done.stderr
+
+
+LAYOUT = ("layout", "--size", "32x16", "--seconds", "0.01", "--what", "decode")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize(
+    "arguments",
+    [("models",), ("models", "--json"), ("--help",), ("--version",), LAYOUT, (*LAYOUT, "--json")],
+    ids=lambda arguments: "-".join((arguments[0].strip("-"), *arguments[-1:])),
+)
+def test_a_full_disk_and_a_reader_that_has_gone(arguments: tuple[str, ...]) -> None:
+    """Neither is exit code 1, which says that a gate failed, nor a defect."""
+    code, said = streamed(arguments, "full")
+    assert (code, said) == (2, "fusedit: standard output cannot be written: No space left on device\n")
+    assert streamed(arguments, "gone") == (141, "")
+    assert streamed(arguments, "closed") == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_an_error_with_json_on_a_full_disk() -> None:
+    code, said = streamed(("layout", "--batch", "0", "--json"), "full")
+    assert (code, said.splitlines()[0]) == (2, "fusedit: standard output cannot be written: No space left on device")
+    code, said = streamed(("layout", "--batch", "0", "--json"), "gone")
+    assert (code, said) == (141, "")
+
+
 def doctor_beside(folder: Path) -> Any:
     """What doctor says in a process of its own whose import path begins with this folder."""
     source = Path(__file__).resolve().parents[3] / "src"

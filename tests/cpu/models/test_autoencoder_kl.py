@@ -230,7 +230,7 @@ def test_float16_is_widened_and_its_bits_come_back() -> None:
 
 
 @torch.no_grad()
-def test_float16_with_a_lora_runs_stock_and_says_so() -> None:
+def test_float16_with_a_lora_runs_stock_and_says_why() -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     pipe = pipe_with(tiny_vae().to(torch.float16))
@@ -238,7 +238,10 @@ def test_float16_with_a_lora_runs_stock_and_says_so() -> None:
     handle = fusedit.accelerate(pipe)
     pipe.vae.decode(latents(1, 4, 4, 4).half())
     site = next(site for site in handle.report().rewritten if site.site == "vae.conv2d")
-    assert (site.fused, dict(site.reasons)) == (0, {"float16 with a LoRA layer, which cannot be widened": 1})
+    assert (site.fused, dict(site.reasons)) == (
+        0,
+        {"float16 with a LoRA layer: only the whole of stock can be widened": 1},
+    )
 
 
 @torch.no_grad()
@@ -286,8 +289,29 @@ def test_lora_on_the_decoder_takes_effect() -> None:
     with handle.paused():
         assert relative(fused, pipe.vae.decode(z).sample) < CLOSE
     assert relative(fused, plain) > 1e-3
-    site = next(site for site in handle.report().rewritten if site.site == "vae.upsample_conv")
-    assert any("peft" in reason for reason in site.reasons)
+    reasons = {site.site: dict(site.reasons) for site in handle.report().rewritten if site.stock}
+    said = "the convolution is a peft Conv2d layer"
+    # conv1 of 2 + 4 x 2 residual blocks, and the three convolutions behind a doubling.
+    assert reasons == {"vae.conv2d": {said: 10 + 3}, "vae.upsample_conv": {said: 3}}
+
+
+@torch.no_grad()
+def test_every_convolution_that_is_a_lora_layer_is_counted() -> None:
+    """A decode has 6 + 16 + 1 convolutions besides those behind a doubling, and a switched-off rewrite counts none."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    pipe = pipe_with(tiny_vae())
+    convolutions = ["conv1", "conv2", "conv_shortcut", "conv_in", "conv_out"]
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=convolutions), pipe.vae)
+    handle = fusedit.accelerate(pipe)
+    pipe.vae.decode(latents(1, 4, 4, 4))
+    site = next(site for site in handle.report().rewritten if site.site == "vae.conv2d")
+    shortcuts = sum(name.endswith("conv_shortcut") for name, _ in pipe.vae.decoder.named_modules())
+    assert (site.fused, site.stock) == (0, 2 * 10 + 2 + shortcuts)
+    handle = fusedit.accelerate(pipe, Plan(rewrites={"vae.conv2d": False}))
+    pipe.vae.decode(latents(1, 4, 4, 4))
+    assert "vae.conv2d" not in {site.site for site in handle.report().rewritten}
+    assert not next(s for s in handle._sessions if s.model.path == ("vae", "decoder")).counters.stock["vae.conv2d"]
 
 
 # Doubling where it is not folded

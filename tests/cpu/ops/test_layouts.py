@@ -10,7 +10,7 @@ import torch
 
 from fusedit import ops
 from fusedit.errors import OpError
-from fusedit.ops import _transpose
+from fusedit.ops import _rows, _transpose
 
 SHAPES = [(2, 64, 8, 16), (3, 75, 13, 9), (1, 3, 17, 40), (1, 16, 5, 7), (2, 1, 1, 1), (0, 32, 9, 9), (1, 32, 8, 8)]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -193,9 +193,9 @@ def test_few_variants_serve_all_sizes() -> None:
 
 def test_more_than_the_kernel_can_count() -> None:
     assert ops.nchw_to_nhwc._limit is not None
-    assert _transpose.limit(1, 4096, 4096) == ""
-    assert _transpose.limit(1, 65536, 65536) == "1 images of 65536 x 65536 are too many"
-    assert _transpose.limit(65536, 8, 8) == "65536 images of 8 x 8 are too many"
+    assert _rows.too_many(1, 4096, 4096) == ""
+    assert _rows.too_many(1, 65536, 65536) == "1 images of 65536 x 65536 are too many"
+    assert _rows.too_many(65536, 8, 8) == "65536 images of 8 x 8 are too many"
     huge = torch.empty(70000, 1, 8, 8, device="meta")
     for op, args in ((ops.nchw_to_nhwc, ()), (ops.nhwc_to_nchw, ()), (ops.pack_tiles, (64,))):
         assert "too many" in op._limit(huge, *args)

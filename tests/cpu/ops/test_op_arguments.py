@@ -155,6 +155,21 @@ def test_too_few_dimensions() -> None:
             assert sentence(REGISTRY[name], x, *rest) == expected
 
 
+def test_pictures_without_channels() -> None:
+    """torch gives other shapes or fails in its own words; `winograd_conv2d`, which does without torch's, gives the bias."""
+    x, weight, none = torch.randn(1, 0, 4, 4), torch.randn(3, 0, 3, 3), torch.randn(0)
+    for name, rest in (
+        ("conv2d", (weight,)),
+        ("upsample_conv2d", (weight,)),
+        ("group_norm_silu_conv2d", (none, none, 1, weight)),
+        ("conv2d_group_norm_silu", (weight, B[:3], B[:3], 1)),
+    ):
+        for call in ways(REGISTRY[name]):
+            assert (
+                sentence(call, x, *rest) == f"{name}: x must have at least one channel, not float32[1, 0, 4, 4] on cpu"
+            )
+
+
 def test_numbers_that_are_none() -> None:
     assert "eps must be a number, not str 'a'" in sentence(ops.layer_norm_modulate, X, V, V, eps="a")
     image, weight = torch.randn(1, 8, 4, 4), torch.ones(8)

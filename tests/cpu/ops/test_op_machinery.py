@@ -38,7 +38,7 @@ def as_list(value: Any) -> list[torch.Tensor]:
 
 def test_registry_is_the_folder() -> None:
     assert sorted(f.stem for f in FOLDER.glob("[a-z]*.py")) == NAMES
-    assert len(NAMES) == 25
+    assert len(NAMES) == 26
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -267,7 +267,12 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("qk_norm_rope", (QKV, None, None, COS, COS.expand(2, 3, 4)), {}, r"must have one shape"),
     ("qk_norm_rope", (QKV, None, None, COS.bfloat16(), COS), {}, r"cos must be float32, not bfloat16"),
     ("qk_norm_rope", (QKV, V[0], None, COS, COS), {}, r"q_weight must be \[D\] = \[8\]"),
-    ("qk_norm_rope", (QKV, None, None, COS, COS), {"out": (QKV[:, :, 1], QKV[:, :, 0])}, r"partly overlaps an input"),
+    (
+        "qk_norm_rope",
+        (QKV, None, None, COS, COS),
+        {"out": (QKV[:, :, 1], QKV[:, :, 0])},
+        r"lies on an input .* it is made of",
+    ),
     ("gelu_tanh", (torch.tensor(1.0),), {}, r"x must have at least one dimension"),
     ("swiglu", (X, X[..., :8]), {}, r"b must be float32\[2, 3, 16\]"),
     ("group_norm_silu", (IMAGE, V[0, :8], V[0, :8], 3), {}, r"groups must divide the 8 channels, not 3"),
@@ -293,7 +298,7 @@ BAD: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("linear_gelu", (X, SQUARE, SQUARE[0], 1.0), {}, r"start must be an integer from 0 to 16, .* not float 1.0"),
     ("linear_gelu", (X, V[:, :8], V[:, 0]), {}, r"weight must be float32\[2, 16\]"),
     ("linear_gelu", (X, V, V[0]), {}, r"bias must be float32\[2\]"),
-    ("linear_gelu", (V, SQUARE, SQUARE[0]), {"out": V}, r"partly overlaps an input"),
+    ("linear_gelu", (V, SQUARE, SQUARE[0]), {"out": V}, r"out .* lies on x .* no input of this call"),
     ("linear_swiglu", (X, SQUARE[:3]), {}, r"weight must have an even number of rows"),
     ("linear_swiglu", (X, SQUARE[:, :8]), {}, r"weight must be float32\[16, 16\]"),
     ("grouped_linear", (V, [], []), {}, r"as many weights as biases and at least one, not 0 and 0"),
@@ -315,6 +320,26 @@ def test_bad_input_is_named(name: str, args: Any, kwargs: Any, match: str) -> No
         REGISTRY[name](*args, **kwargs)
     assert str(raised.value).startswith(f"{name}: ")
     assert "\n" not in str(raised.value)
+
+
+@torch.no_grad()
+def test_an_output_that_lies_on_an_input_is_told_where_it_may_lie() -> None:
+    x, weight, wider = torch.randn(1, 8, 4, 4), torch.randn(8, 8, 3, 3), torch.randn(1, 12, 4, 4)
+    residual = x.clone()
+    on_x = "conv2d: out float32[1, 8, 4, 4] on cpu lies on x float32[1, 8, 4, 4] on cpu, which is still read"
+    for arguments, out, said in (
+        ((x, weight), x, f"{on_x} while that is written; it may lie on no input of this call"),
+        ((x, weight, None, x), x, f"{on_x} while that is written; it may lie on no input of this call"),
+        ((x, weight, None, residual), x, f"{on_x} while that is written; it may lie exactly on residual, or apart"),
+        ((x, weight, None, wider[:, 4:]), wider[:, :8], "conv2d: out float32[1, 8, 4, 4] on cpu partly overlaps resid"),
+    ):
+        kept = out.clone()
+        for call in (ops.conv2d, ops.conv2d.plain):
+            with pytest.raises(OpError) as raised:
+                call(*arguments, out=out)
+            assert str(raised.value).startswith(said)
+        assert torch.equal(out, kept)
+    assert ops.conv2d(x, weight, None, residual, out=residual) is residual
 
 
 def test_an_output_partly_on_an_input_is_refused_and_nothing_is_written() -> None:

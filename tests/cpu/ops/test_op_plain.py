@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedit import ops
+from fusedit.errors import OpError
 from fusedit.ops._cases import Case
 from fusedit.ops._op import Op
 from fusedit.ops._verify import double, error, verify
@@ -80,8 +81,8 @@ def stock(name: str, a: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         r = a[0] + a[1]
         return r, F.silu(F.group_norm(r, a[4], a[2], a[3], eps=1e-6))  # type: ignore[arg-type]
     if name == "conv2d_group_norm_silu":
-        r = F.conv2d(*a[:2], padding=1) + a[2]
-        return r, F.silu(F.group_norm(r, a[5], a[3], a[4], eps=1e-6))  # type: ignore[arg-type]
+        r = F.conv2d(a[0], a[1], a[5], padding=1) + a[6]
+        return r, F.silu(F.group_norm(r, a[4], a[2], a[3], eps=1e-6))  # type: ignore[arg-type]
     if name == "group_norm_silu_conv2d":
         n = F.silu(F.group_norm(a[0], a[3], a[1], a[2], eps=1e-6))  # type: ignore[arg-type]
         return (F.conv2d(n, a[4], a[5], padding=1),)
@@ -137,6 +138,51 @@ def test_a_product_over_nothing_is_the_bias(shape: tuple[int, ...], start: int) 
             wider = torch.full((*expected.shape[:-1], 9), float("nan"))[..., :6]
             assert torch.allclose(call(x, weight, bias, start, out=wider), expected)
         assert torch.equal(ops.linear_swiglu(x, weight), torch.zeros(*shape[:-1], 3))
+
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+LIMITS = {F64: 1e-12, F32: 3e-6, BF16: 8e-3}
+
+
+def cast(t: object, dtype: torch.dtype) -> object:
+    return t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("dtype", "other"), [(F32, F64), (BF16, F64), (F64, F32), (F64, F16), (F32, F16), (BF16, F32)], ids=str
+)
+@pytest.mark.parametrize("name", sorted(ops.registry()))
+def test_one_argument_in_another_dtype(name: str, dtype: torch.dtype, other: torch.dtype) -> None:
+    """Whatever an op takes it computes in the widest dtype and rounds to that of x, fp64 on either side too."""
+    op = ops.registry()[name]
+    args, kwargs = next(case for case in op.cases if case.name == "small").build(F32 if dtype is F64 else dtype)
+    args = tuple(cast(t, F64) if dtype is F64 else t for t in args)
+    for place in range(1, len(args)):
+        given = (*args[:place], cast(args[place], other), *args[place + 1 :])
+        try:
+            op.backend(*given, **kwargs)
+        except OpError:
+            continue
+        truth = op.reference(*given, **kwargs)
+        for call in (op, op.plain, op.unchecked):
+            made = call(*given, **kwargs)
+            pairs = [(made, truth)] if torch.is_tensor(truth) else list(zip(made, truth, strict=True))
+            for y, r in pairs:
+                assert y.dtype == dtype
+                assert error(y, r.double()).relative_l2 < LIMITS[dtype], (place, call)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [2, 3, 7])
+def test_the_sum_of_a_norm_in_fp64_is_rounded_before_the_norm(place: int) -> None:
+    x = torch.randn(2, 8, 3, 5)
+    args = [x, x.clone(), torch.rand(8), torch.rand(8), 4, 1e-6, True, torch.rand(8)]
+    args[place] = args[place].double()  # type: ignore[union-attr]
+    s, y = ops.residual_group_norm_silu(*args)  # type: ignore[arg-type]
+    assert s.dtype == y.dtype == x.dtype
+    for t, truth in zip((s, y), ops.residual_group_norm_silu.reference(*args), strict=True):
+        assert error(t, truth.double()).relative_l2 < LIMITS[F32]
 
 
 def test_weights_in_another_dtype_are_not_rounded() -> None:

@@ -140,7 +140,7 @@ def test_a_convolution_beside_a_residual_is_ours() -> None:
     for case in (c for c in conv.cases if "real" in c.tags):
         args, kwargs = case.build(torch.bfloat16, "cuda")
         assert conv.backend(*args, **kwargs) == ("hopper", ""), case.name
-        residual = args[8]
+        residual = args[6]
         if residual is not None:
             assert ops.conv2d.backend(*args[:2], None, residual) == ("hopper", "")
         assert ops.conv2d.backend(*args[:2]).name == "library"
