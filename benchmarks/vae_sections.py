@@ -21,7 +21,8 @@ and the later half counts.
   without what the others in the process hold.
 - **error**: relative L2 of {result} against stock in fp32 on the same weights and input, and after the slash that of
   stock in bf16. **check**: green where the former is at most 5 % above the latter.
-- **cold s**: to the end of the first {what} of this size in a running process, compilation included.
+- **cold s**: to the end of the first {what} of this size, compilation included; next to nothing where an earlier size
+  of the same process had compiled what it needs. Not all sizes come from one process.
 """
 CONVOLUTIONS: Final = """\
 Each convolution of FLUX's VAE alone, bf16, channels_last, on arguments that do not lie in the cache: ms. `cudnn` has

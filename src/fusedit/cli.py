@@ -1,7 +1,7 @@
 """The command line: parses, calls the public functions, prints. Everything heavy is imported inside the commands.
 
-Exit codes: 0 done, 1 a gate failed or a picture held NaN or infinity, 2 wrong use or results that cannot be written, 3 a
-defect in fusedit itself, 130 interrupted, 141 nobody reads the results any more.
+Exit codes: 0 done, 1 a gate failed or a picture held NaN or infinity, 2 wrong use or results that cannot be written, 3
+a defect in fusedit itself, 130 interrupted, 141 nobody reads the results any more.
 Results go to standard output, everything else to standard error. An error is one sentence, and with --json also
 `{"error": {"type", "message"}}` on standard output.
 """

@@ -326,6 +326,24 @@ def test_group_offload_runs_stock_and_counts_it(accelerate_first: bool) -> None:
     assert torch.equal(flux_call(pipe), stock)
 
 
+@torch.no_grad()
+def test_sequential_offload_runs_stock_and_counts_it() -> None:
+    """The weights are on the meta device when the forward is called."""
+    from accelerate import cpu_offload
+
+    pipe = flux_pipe()
+    pipe.transformer.requires_grad_(False)
+    arguments = direct_arguments(pipe)
+    stock = pipe.transformer(**arguments)[0]
+    handle = fusedit.accelerate(pipe)
+    cpu_offload(pipe.transformer, execution_device=torch.device("cpu"))
+    assert next(pipe.transformer.parameters()).is_meta
+    assert torch.equal(pipe.transformer(**arguments)[0], stock)
+    assert fused_calls(handle) == 0
+    reasons = {reason for site in handle.report().rewritten for reason in site.reasons}
+    assert reasons == {"weights are moved layer by layer (offload)"}
+
+
 def test_offloaded_weights_are_not_packed() -> None:
     pipe = flux_pipe()
     before = parameters_of(pipe)

@@ -94,8 +94,8 @@ class VaeModel(FusedModel):
         """The forward in pieces, by the names of the stock modules they stand for."""
 
     def run(self, sample: Tensor) -> Tensor:
-        """All stages, on channels_last memory, in float32 where the sample is float16; the result in the
-        sample's dtype and contiguous; stock's, on a CPU and for several pictures, may lie channels_last."""
+        """All stages, on channels_last memory, in float32 where the sample is float16; the result in the sample's
+        dtype and dense NCHW (stock's is channels_last on a CPU where there are several pictures)."""
         m, half = self.module, sample.dtype == torch.float16
         if half:
             self.counters.event(widened.WIDENED)

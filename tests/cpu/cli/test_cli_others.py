@@ -60,9 +60,9 @@ def test_doctor_on_this_machine(shell: Any) -> None:
     assert "exact" in result.stdout
 
 
-def streamed(arguments: tuple[str, ...], kind: str, code: str = "") -> tuple[int, str]:
+def streamed(arguments: tuple[str, ...], kind: str) -> tuple[int, str]:
     """Exit code and standard error of the command line, its standard output full, without a reader, or closed."""
-    program = f"import sys\n{code}\nsys.argv[0] = 'fusedit'\nfrom fusedit.cli import main\nmain()"
+    program = "import sys\nsys.argv[0] = 'fusedit'\nfrom fusedit.cli import main\nmain()"
     command = [sys.executable, "-W", "error", "-c", program, *arguments]
     if kind == "closed":
         command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]

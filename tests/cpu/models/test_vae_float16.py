@@ -240,6 +240,18 @@ def test_weights_that_come_layer_by_layer_are_left_and_noted() -> None:
 
 
 @torch.no_grad()
+def test_weights_that_come_group_by_group_are_left_and_noted() -> None:
+    from diffusers.hooks import apply_group_offloading
+
+    pipe = pipe_with(overflowing())
+    handle = fusedit.accelerate(pipe)
+    cpu = torch.device("cpu")
+    apply_group_offloading(pipe.vae, onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    pipe.vae.decode(Z)
+    assert f"vae.decoder: {LEFT}: weights are moved layer by layer (offload): 1" in handle.report().notes
+
+
+@torch.no_grad()
 def test_model_offload_is_widened() -> None:
     pipe = pipe_with(overflowing())
     handle = fusedit.accelerate(pipe)

@@ -156,7 +156,7 @@ def test_too_few_dimensions() -> None:
 
 
 def test_pictures_without_channels() -> None:
-    """torch gives other shapes or fails in its own words; `winograd_conv2d`, which does without torch's, gives the bias."""
+    """torch gives other shapes or fails in its own words; `winograd_conv2d`, which needs none of it, gives the bias."""
     x, weight, none = torch.randn(1, 0, 4, 4), torch.randn(3, 0, 3, 3), torch.randn(0)
     for name, rest in (
         ("conv2d", (weight,)),

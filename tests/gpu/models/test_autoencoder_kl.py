@@ -13,6 +13,7 @@ from support.pipes import relative
 
 import fusedit
 from benchmarks.compilations import variants
+from benchmarks.gpu import free
 from benchmarks.workloads import Workload, z_image_turbo
 from fusedit.plan import Plan
 
@@ -146,18 +147,29 @@ def test_a_small_picture_becomes_a_graph(workload: Workload) -> None:
     assert not torch.equal(changed, first)
 
 
-def test_4096x4096_tiled_needs_no_more_memory_than_stock(workload: Workload) -> None:
-    """The same tiles and the same blending; and what is computed in one piece has more than 2^31 elements."""
+@pytest.mark.parametrize("graphs", [False, True])
+def test_4096x4096_tiled_fits_where_stock_does(workload: Workload, graphs: bool) -> None:
+    """The same tiles and the same blending; and what is computed in one piece has more than 2^31 elements.
+
+    Without graphs no more memory is needed than for stock. With them 1 GiB more may be: the four shapes of tiles share
+    one pool, which holds the 1.3 GiB that the largest needs besides the weights, and the allocator may keep as much
+    from the eager calls before; stock needs 2.5 for that tile.
+    """
     vae, z = workload.pipe.vae, latents(512, 512)
     vae.enable_tiling()
     stock = decode(vae, z)
     needed = peak_bytes(lambda: decode(vae, z))
-    handle = fusedit.accelerate(workload.pipe, Plan(cache={"graphs": False}))
+    free()
+    handle = fusedit.accelerate(workload.pipe, Plan(cache={"graphs": graphs}))
     fused = decode(vae, z)
-    assert peak_bytes(lambda: decode(vae, z)) <= needed
+    for _ in range(2):  # the corner comes once a picture, so only now is everything captured that will be
+        decode(vae, z)
+    assert peak_bytes(lambda: decode(vae, z)) <= needed + (2**30 if graphs else 0)
+    if graphs:
+        assert torch.cuda.max_memory_reserved() <= needed + 2**30
     sites = {site.site: site for site in handle.report().rewritten}
     handle.restore()
     vae.disable_tiling()
     step = int(vae.tile_latent_min_size * (1 - vae.tile_overlap_factor))
-    assert sites["vae.channels_last"].fused == 2 * len(range(0, 512, step)) ** 2
+    assert sites["vae.channels_last"].fused == 4 * len(range(0, 512, step)) ** 2
     assert relative(fused, stock) < 0.05
