@@ -152,7 +152,7 @@ class VaeModel(FusedModel):
         if type(layer) is not nn.Conv2d:  # a LoRA layer
             return Sum(self.called(layer, x))
         weight, bias = self.weights(layer, x)
-        if x.is_cuda:
+        if relaid.on_gpu(x):
             return Sum(self.convolve(x, weight), bias)
         return Sum(self.convolve(x, weight, bias))
 
@@ -176,9 +176,9 @@ class VaeModel(FusedModel):
                 return Sum(x), n
             s = self.made(s)
         if s.residual is None:
-            return s, self.norm(s.x, *options, s.bias, out=s.x if spent and s.x.is_cuda else None)
+            return s, self.norm(s.x, *options, s.bias, out=s.x if spent and relaid.on_gpu(s.x) else None)
         if self.plan.enabled(f"{self.name}.residual_norm"):
-            out = (s.x, torch.empty_like(s.x)) if s.x.is_cuda else None
+            out = (s.x, torch.empty_like(s.x)) if relaid.on_gpu(s.x) else None
             x, n = self.residual_norm(s.x, s.residual, *options, s.bias, out=out)
             return Sum(x), n
         x = added(s)
@@ -187,27 +187,24 @@ class VaeModel(FusedModel):
     def resnet(self, block: Any, s: Sum) -> Sum:
         """A residual block; its last convolution may be left to the next norm, in place of the block's input."""
         s, h = self._before_second(block, s)
-        if block.conv_shortcut is not None:
-            return self._with_shortcut(block, s, *self.conv(block.conv2, h)[:2])
-        made = self.later(block.conv2, h)
-        return made._replace(bias=_total(made.bias, s.bias), residual=s.x)
+        return self._with_input(block, s, self.later(block.conv2, h))
 
     def later(self, layer: Any, x: Tensor) -> Sum:
         """A convolution that may be left to a norm, which then overwrites x."""
-        if self.joins and x.is_cuda and type(layer) is nn.Conv2d:
+        if self.joins and relaid.on_gpu(x) and type(layer) is nn.Conv2d:
             weight, bias = self.weights(layer, x)
             return Sum(x, bias, None, weight)
         return self.conv(layer, x)
 
     @staticmethod
     def _onto(s: Sum, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory for the sum, that of the residual, and for its norm, that of what is convolved; or new."""
+        """Memory for the sum and its norm: that of the residual and of what is convolved. Without a residual nobody
+        wants the sum, so both in one place."""
         x, shape = s.x, (s.x.shape[0], weight.shape[0], *s.x.shape[2:])
-
-        def new() -> Tensor:
-            return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-
-        return new() if s.residual is None else s.residual, x if x.shape == shape else new()
+        if s.residual is not None and x.shape == shape:
+            return s.residual, x
+        new = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        return new if s.residual is None else s.residual, new
 
     def _serves_alone(self, s: Sum, options: tuple[Any, ...]) -> bool:
         """Whether a kernel takes the statistics of a convolution without a residual on its way."""
@@ -233,29 +230,34 @@ class VaeModel(FusedModel):
     def last_resnet(self, block: Any, s: Sum, out: Tensor | None = None) -> Tensor:
         """A residual block whose result no GroupNorm reads: everything is added behind its last convolution."""
         s, h = self._before_second(block, s)
-        if not h.is_cuda or type(block.conv2) is not nn.Conv2d or block.conv_shortcut is not None:
-            return added(self._with_shortcut(block, s, *self.conv(block.conv2, h)[:2]), out)
+        if not relaid.on_gpu(h) or type(block.conv2) is not nn.Conv2d or block.conv_shortcut is not None:
+            return added(self._with_input(block, s, self.conv(block.conv2, h)), out)
         weight, bias = self.weights(block.conv2, h)
         y: Tensor = self.convolve(h, weight, _total(bias, s.bias), s.x, out=s.x if out is None else out)
         return y
 
-    def _with_shortcut(self, block: Any, s: Sum, h: Tensor, bias: Tensor | None) -> Sum:
-        """h + bias + what the block passes by its convolutions."""
+    def _with_input(self, block: Any, s: Sum, made: Sum) -> Sum:
+        """made + what the block passes by its convolutions."""
         layer = block.conv_shortcut
         if layer is None:
-            return Sum(h, _total(bias, s.bias), s.x)
-        if type(layer) is not nn.Conv2d or not h.is_cuda:
+            return made._replace(bias=_total(made.bias, s.bias), residual=s.x)
+        if type(layer) is not nn.Conv2d or not relaid.on_gpu(s.x):
             x = s.x if s.bias is None else s.x + s.bias.to(s.x.dtype)[:, None, None]
-            return Sum(h, bias, self.called(layer, x) if type(layer) is not nn.Conv2d else self.conv(layer, x).x)
-        # One tap: a product that adds to h as it lies, and the bias of its input goes through it apart.
-        weight, more = self.weights(layer, h)
+            past = self.called(layer, x) if type(layer) is not nn.Conv2d else self.conv(layer, x).x
+            return self.made(made)._replace(residual=past)
+        # One tap: a product, through which the bias of its input goes apart.
+        weight, more = self.weights(layer, s.x)
         matrix = weight[:, :, 0, 0]
         if s.bias is not None:
             more = _total(more, matrix.float() @ s.bias.float())
-        h = h.contiguous(memory_format=torch.channels_last)  # as it is, but for what a LoRA layer may have made
-        rows = h.permute(0, 2, 3, 1).view(-1, h.shape[1])
-        rows.addmm_(s.x.permute(0, 2, 3, 1).reshape(-1, s.x.shape[1]), matrix.t())
-        return Sum(h, _total(bias, more))
+        bias, flat = _total(made.bias, more), s.x.permute(0, 2, 3, 1).reshape(-1, s.x.shape[1])
+        if made.weight is not None and ops.conv2d.backend(made.x, made.weight, bias, made.x).name == "hopper":
+            N, _, H, W = s.x.shape
+            return Sum(made.x, bias, (flat @ matrix.t()).view(N, H, W, -1).permute(0, 3, 1, 2), made.weight)
+        # It adds to h as it lies, but for what a LoRA layer may have made.
+        h = self.made(made).x.contiguous(memory_format=torch.channels_last)
+        h.permute(0, 2, 3, 1).view(-1, h.shape[1]).addmm_(flat, matrix.t())
+        return Sum(h, bias)
 
     def attend(self, attn: Any, s: Sum) -> Sum:
         s, n = self.normed(attn.group_norm, s, silu=False)

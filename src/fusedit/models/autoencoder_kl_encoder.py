@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from fusedit.models._vae import Stage, Sum, VaeModel, added, plain_conv, rewrites, shared_reason
 from fusedit.models.flux import Flux
 from fusedit.models.z_image import ZImage
+from fusedit.runtime import relaid
 
 
 class AutoencoderKLEncoder(VaeModel):
@@ -87,7 +88,7 @@ class AutoencoderKLEncoder(VaeModel):
         if type(layer) is not nn.Conv2d:  # a LoRA layer
             return Sum(layer(padded))
         weight, bias = self.weights(layer, padded)
-        if padded.is_cuda:
+        if relaid.on_gpu(padded):
             return Sum(F.conv2d(padded, weight, stride=2), bias)
         return Sum(F.conv2d(padded, weight, bias, stride=2))
 

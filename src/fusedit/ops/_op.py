@@ -98,6 +98,7 @@ class Op(Generic[P, R]):
         fits: Callable[[Tensor], bool],
         allocate: Callable[..., Tensor],
         mixed: bool,
+        one_place: bool,
     ) -> None:
         if exactness not in EXACTNESS:
             raise ValueError(f"exactness {exactness!r} is none of {', '.join(EXACTNESS)}")
@@ -121,6 +122,7 @@ class Op(Generic[P, R]):
         self._fits = fits
         self._allocate = allocate
         self._mixed = mixed
+        self._one_place = one_place
         self._signature = Signature(launch)
         self._first, self._outputs = self._signature.first, self._signature.outputs
         self._functional, self._mutating = _library.register(self._signature, self._guarded, check, allocate)
@@ -318,7 +320,9 @@ class Op(Generic[P, R]):
         def named(t: Tensor) -> str:
             return self._signature.name_of(t, args, kwargs)
 
-        _outputs.check(self.name, outs, shapes, x, inputs, named, in_order=self._reads is not None)
+        _outputs.check(
+            self.name, outs, shapes, x, inputs, named, in_order=self._reads is not None, one_place=self._one_place
+        )
         return outs
 
 
@@ -350,6 +354,7 @@ def op(
     fits: Callable[[Tensor], bool] = _rows_fit,
     allocate: Callable[..., Tensor] = _empty,
     mixed: bool = False,
+    one_place: bool = False,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Turns the launcher of a file of ops/ into its Op and registers `fusedit::name` and `fusedit::name_out`.
 
@@ -367,6 +372,7 @@ def op(
         fits: whether the kernel can write into a tensor as it lies; if not, it writes a temporary that is copied.
         allocate: (first argument, shape) -> an empty result.
         mixed: plain takes tensors of several dtypes itself.
+        one_place: as `out` one tensor may be given for all results, which then holds the last.
     """
 
     def wrap(launch: Callable[P, R]) -> Op[P, R]:
@@ -387,6 +393,7 @@ def op(
             fits=fits,
             allocate=allocate,
             mixed=mixed,
+            one_place=one_place,
         )
 
     return wrap

@@ -21,6 +21,7 @@ def check(
     named: Callable[[Tensor], str],
     *,
     in_order: bool,
+    one_place: bool,
 ) -> None:
     """Each output is like `x`, in its shape, and lies on an input exactly or not at all.
 
@@ -28,6 +29,7 @@ def check(
         inputs: what is read.
         named: an input -> how a message calls it.
         in_order: the i-th output may lie on the i-th input only; else any output on any input.
+        one_place: outputs may be one tensor, which then holds the last.
     """
     for place, (target, shape) in enumerate(zip(outs, shapes, strict=True)):
         name = "out" if len(outs) == 1 else f"out[{place}]"
@@ -45,7 +47,7 @@ def check(
                 own = inputs[place] if in_order else None
                 raise OpError(f"{op}: {name} {_check.show(target)} {_why_not(target, source, own, named)}")
         for other in outs[:place]:
-            if _check.overlap(target, other):
+            if _check.overlap(target, other) and not (one_place and _check.same_place(target, other)):
                 raise OpError(f"{op}: {name} overlaps another output")
 
 

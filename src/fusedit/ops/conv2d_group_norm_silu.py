@@ -12,14 +12,14 @@ Who serves a call is asked with `conv2d_group_norm_silu.backend(...)`:
   heights, widths of 128), takes the norm's statistics with the products, so that s is written once and read once.
 - `library`: cuDNN, then the kernels of the norms, the first of which adds bias and residual.
 - `plain`: torch.
-Results are channels_last (on a CPU as x lies). Bytes: x, weight, residual read, s written and read, y written. FLOPs:
-2 N H W C K R^2 and about 14 an element. Exactness: reordered.
+Results are channels_last (on a CPU as x lies); with out=(t, t) the norm takes the place of s. Bytes: x, weight,
+residual read, s written and read, y written. FLOPs: 2 N H W C K R^2 and about 14 an element. Exactness: reordered.
 Source: a residual block of AutoencoderKL, and two as they follow each other.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +33,6 @@ from fusedit.ops.conv2d import reference as conv_reference
 from fusedit.ops.group_norm_silu import reference as norm_reference
 
 Tensor = torch.Tensor
-_FOR_A_NORM: Final[dict[tuple[int, int], frozenset[tuple[int, int]]]] = {
-    (9, 0): frozenset({(128, 128), (256, 256), (512, 512), (128, 256), (256, 512), (512, 256)})
-}
-"""Compute capability -> (C, K) of 3x3 convolutions for which `hopper` with statistics and without a residual is faster
-than the library and a pass that takes them."""
 
 
 def reference(
@@ -137,20 +132,14 @@ def choose(
     silu: bool = True,
 ) -> Backend:
     """The implementation that serves this call, and why no faster one does."""
-    del norm_weight, norm_bias, groups, eps, silu
+    del norm_bias, groups, eps, silu
     reason = _group_norm_plain.limit(x)
     usable, why = _triton.status(x.device, x.dtype)
     if not usable or x.dtype is torch.float64 or reason:
         return Backend("plain", why or reason or "no kernels for float64")
     if not x.is_cuda:  # the interpreter
         return Backend("library", "no library on a CPU") if x.dtype is not torch.bfloat16 else Backend("plain", "")
-    K, R = weight.shape[0], weight.shape[-1]
-    if residual is None and (x.shape[1], K) in _FOR_A_NORM.get(_triton.capability(x.device.index or 0), ()):
-        reason = _conv_hopper.reason(x, K, R, "none", None) or _conv_hopper.idle(x, K)
-        if not reason and not _conv_hopper.measures(*x.shape[2:]):
-            reason = f"tiles do not fill {x.shape[2]} x {x.shape[3]}"
-        return Backend("library", reason) if reason else Backend("hopper", "")
-    found = choose_conv(x, weight, bias, residual)
+    found = choose_conv(x, weight, norm_weight if bias is None else bias, residual)  # something follows in any case
     return found if found.name == "hopper" else Backend("library", found.reason)
 
 
@@ -213,6 +202,7 @@ CASES = (
     backend=choose,
     reads=reads,
     allocate=_group_norm_plain.allocate,
+    one_place=True,
 )
 def conv2d_group_norm_silu(
     x: Tensor,

@@ -28,7 +28,7 @@ _LAID: Final[WeakKeyDictionary[nn.Module, Any]] = WeakKeyDictionary()
 
 
 def on_gpu(x: torch.Tensor) -> bool:
-    """Whether x lies where the library wants weights to lie as pictures do."""
+    """Whether x lies where the library wants weights to lie as pictures do, and passes over memory are worth saving."""
     return x.is_cuda
 
 

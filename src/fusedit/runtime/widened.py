@@ -28,7 +28,7 @@ _ONE_AT_A_TIME: Final = RLock()
 def call(
     module: nn.Module, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], counters: Counters
 ) -> Any:
-    """`stock(*args, **kwargs)`, the forward of `module`: in float32 where the first argument and the weights are in
+    """`stock(*args, **kwargs)`, the forward of `module`: in float32 where an argument and the weights are in
     float16, with the result in float16 as stock has it. Counts that, or why it could not be."""
     given = [value for value in (*args, *kwargs.values()) if _is_half(value)]
     if not given or _elsewhere(given[0].device.type):

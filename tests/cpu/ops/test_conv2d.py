@@ -11,6 +11,7 @@ import torch
 from fusedit import ops
 from fusedit.errors import OpError
 from fusedit.ops import _conv_hopper, _gluon, _rows
+from fusedit.ops._verify import error
 
 
 def arguments(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -143,3 +144,23 @@ def test_statistics_need_whole_tiles() -> None:
     assert _conv_hopper.measures(2, 128)
     assert not _conv_hopper.measures(3, 128)
     assert not _conv_hopper.measures(2, 120)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_norm_in_the_place_of_its_sum(residual: bool) -> None:
+    x, weight = arguments()
+    other = torch.randn(1, 128, 5, 6) if residual else None
+    args = (x, weight, torch.rand(128), torch.rand(128), 32, torch.rand(128), other)
+    truth = ops.conv2d_group_norm_silu.reference(*args)[1]
+    t = torch.empty(1, 128, 5, 6)
+    for call in (ops.conv2d_group_norm_silu, ops.conv2d_group_norm_silu.plain):
+        made = call(*args, out=(t.fill_(float("nan")), t))  # type: ignore[operator]
+        assert made[0] is made[1] is t
+        assert error(t, truth.double()).relative_l2 < 1e-6
+    overlapping = torch.empty(257, 5, 6)
+    with pytest.raises(OpError, match=r"out\[1\] overlaps another output"):
+        ops.conv2d_group_norm_silu(*args, out=(overlapping[None, :128], overlapping[None, 1:129]))
+    norm = (args[2], args[3], 32)
+    with pytest.raises(OpError, match=r"out\[1\] overlaps another output"):
+        ops.residual_group_norm_silu(t, t.clone(), *norm, out=(overlapping[None, :128], overlapping[None, :128]))

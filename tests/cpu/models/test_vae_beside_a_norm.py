@@ -1,0 +1,74 @@
+"""What encoder and decoder do on a GPU alone, with plain torch for the ops: convolutions that are left to a norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.pipes import relative
+
+from fusedit import ops
+from fusedit.models._vae import Sum
+from fusedit.models.autoencoder_kl import AutoencoderKL
+from fusedit.models.autoencoder_kl_encoder import AutoencoderKLEncoder
+from fusedit.ops._op import Backend
+from fusedit.plan import Plan
+from fusedit.runtime import relaid
+from fusedit.runtime.counters import Counters
+
+SHAPES = {AutoencoderKL: (2, 4, 6, 5), AutoencoderKLEncoder: (1, 3, 22, 26)}
+
+
+@pytest.fixture(params=["library", "hopper"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(relaid, "on_gpu", lambda _: True)
+    for op in (ops.conv2d, ops.conv2d_group_norm_silu):
+        monkeypatch.setattr(op, "_choose", lambda *_, **__: Backend(request.param, ""))
+    return str(request.param)
+
+
+def modules(model: Any, **changes: Any) -> tuple[Any, Counters, Any]:
+    torch.manual_seed(1)
+    module = model.tiny(block_out_channels=(8, 16, 24), layers_per_block=2)
+    for parameter in module.parameters():
+        if parameter.ndim == 1:
+            parameter.data.normal_(1.0, 0.3)
+    counters = Counters()
+    return module, counters, model(module, Plan(rewrites=changes, cache={"graphs": False}), counters)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", list(SHAPES))
+def test_agrees_with_stock(model: Any, backend: str) -> None:
+    module, counters, fused = modules(model)
+    x = torch.randn(SHAPES[model])
+    given = x.clone()
+    truth = module(x)
+    assert relative(fused.forward(x), truth) < 5e-6
+    assert torch.equal(x, given)
+    joined, alone = counters.fused[f"{model.name}.residual_norm"], counters.fused[f"{model.name}.group_norm_silu"]
+    assert joined > alone if backend == "hopper" else joined < alone
+    assert counters.fused[f"{model.name}.conv2d"] > joined
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("off", ["conv2d", "residual_norm", "group_norm_silu"])
+@pytest.mark.parametrize("model", list(SHAPES))
+def test_agrees_with_a_rewrite_off(model: Any, off: str, backend: str) -> None:
+    del backend
+    module, counters, fused = modules(model, **{f"{model.name}.{off}": False})
+    x = torch.randn(SHAPES[model])
+    assert relative(fused.forward(x), module(x)) < 5e-6
+    assert not counters.fused[f"{model.name}.{off}"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", list(SHAPES))
+def test_no_stage_leaves_a_convolution_to_the_next(model: Any, backend: str) -> None:
+    del backend
+    _, _, fused = modules(model)
+    s = Sum(torch.randn(SHAPES[model]).contiguous(memory_format=torch.channels_last))
+    for _, stage in fused.stages():
+        s = stage(s)
+        assert s.weight is None
