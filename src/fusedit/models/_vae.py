@@ -216,7 +216,7 @@ class VaeModel(FusedModel):
         """The same sum with its convolution computed, so that each stage pays for its own."""
         if s.weight is None:
             return s
-        if s.residual is not None and ops.conv2d.backend(s.x, s.weight, s.bias, s.residual).name == "hopper":
+        if ops.conv2d.backend(s.x, s.weight, s.bias, s.residual).name == "hopper":
             return Sum(self.convolve(s.x, s.weight, s.bias, s.residual, out=s.residual))
         return Sum(self.convolve(s.x, s.weight), s.bias, s.residual)
 

@@ -132,14 +132,14 @@ def choose(
     silu: bool = True,
 ) -> Backend:
     """The implementation that serves this call, and why no faster one does."""
-    del norm_bias, groups, eps, silu
+    del norm_weight, norm_bias, groups, eps, silu
     reason = _group_norm_plain.limit(x)
     usable, why = _triton.status(x.device, x.dtype)
     if not usable or x.dtype is torch.float64 or reason:
         return Backend("plain", why or reason or "no kernels for float64")
     if not x.is_cuda:  # the interpreter
         return Backend("library", "no library on a CPU") if x.dtype is not torch.bfloat16 else Backend("plain", "")
-    found = choose_conv(x, weight, norm_weight if bias is None else bias, residual)  # something follows in any case
+    found = choose_conv(x, weight, bias, residual)
     return found if found.name == "hopper" else Backend("library", found.reason)
 
 
