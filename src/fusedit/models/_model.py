@@ -105,8 +105,12 @@ class FusedModel(ABC):
         self.plan = plan
         self.counters = counters
         self.cache = RunCache()
-        name = "graphs" if self.denoiser else f"{'.'.join(self.path)} graphs"
-        self.graphs = StepGraphs(counters, enabled=plan.cache["graphs"], name=name)
+        enabled = plan.cache["graphs"]
+        if self.denoiser:
+            self.graphs = StepGraphs(counters, enabled=enabled)
+        else:  # one call a picture and much memory: only where the GPU really waits
+            name = f"{'.'.join(self.path)} graphs"
+            self.graphs = StepGraphs(counters, enabled=enabled, name=name, host_share=1.0)
         self.modulation = Modulation(self.cache, counters)
         self._ready: set[tuple[torch.device, torch.dtype]] = set()
 

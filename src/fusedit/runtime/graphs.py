@@ -95,10 +95,13 @@ class StepGraphs:
         counters: the model's; a replay adds what a captured step counted.
         enabled: False runs everything eagerly.
         name: what the report calls them.
+        host_share: in the place of HOST_SHARE.
     """
 
-    def __init__(self, counters: Counters, *, enabled: bool = True, name: str = "graphs") -> None:
-        self.counters, self.enabled, self.name = counters, enabled, name
+    def __init__(
+        self, counters: Counters, *, enabled: bool = True, name: str = "graphs", host_share: float | None = None
+    ) -> None:
+        self.counters, self.enabled, self.name, self.host_share = counters, enabled, name, host_share
         self.replays = self.eager = 0
         self.reasons: Counter[str] = Counter()
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
@@ -142,7 +145,8 @@ class StepGraphs:
                 return self._replay(shape.graph, given)
         shape.calls += 1
         if shape.calls == 2 and not shape.reason:
-            output, shape.reason = _timed(body, given)
+            share = HOST_SHARE if self.host_share is None else self.host_share
+            output, shape.reason = _timed(body, given, share)
         else:
             output = body(given)
         self.eager += 1
@@ -221,7 +225,7 @@ def _capturing() -> str:
     return "the caller is capturing a graph" if torch.cuda.is_current_stream_capturing() else ""
 
 
-def _timed(body: Body, given: Tensors) -> tuple[torch.Tensor, str]:
+def _timed(body: Body, given: Tensors, host_share: float) -> tuple[torch.Tensor, str]:
     """The output, and why a graph would not help, if so. Costs one synchronisation."""
     event: Any = torch.cuda.Event
     start, end = event(enable_timing=True), event(enable_timing=True)
@@ -232,7 +236,7 @@ def _timed(body: Body, given: Tensors) -> tuple[torch.Tensor, str]:
     host = 1e3 * (time.perf_counter() - began)
     end.record()
     end.synchronize()
-    bound = host > HOST_SHARE * start.elapsed_time(end)
+    bound = host > host_share * start.elapsed_time(end)
     return output, "" if bound else "the GPU is the limit, not the host"
 
 
