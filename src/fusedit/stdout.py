@@ -34,8 +34,16 @@ def guard() -> None:
     stream = sys.stdout
     if not isinstance(stream, io.TextIOWrapper):  # closed, or already somebody else's
         return
-    stream.flush()
-    made = io.BufferedWriter(_Guarded(stream.fileno(), "w", closefd=False))
+    try:
+        stream.flush()
+        number = stream.fileno()
+    except (OSError, ValueError):  # no file behind it, or one that cannot be written: whoever prints finds out
+        return
+    made = io.BufferedWriter(_Guarded(number, "w", closefd=False))
     sys.stdout = io.TextIOWrapper(
-        made, encoding=stream.encoding, errors=stream.errors, line_buffering=stream.line_buffering
+        made,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
     )

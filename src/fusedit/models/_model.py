@@ -108,9 +108,9 @@ class FusedModel(ABC):
         enabled = plan.cache["graphs"]
         if self.denoiser:
             self.graphs = StepGraphs(counters, enabled=enabled)
-        else:  # one call a picture and much memory: only where the GPU really waits
+        else:  # one call a picture and much memory: only where the GPU waits nearly all the time
             name = f"{'.'.join(self.path)} graphs"
-            self.graphs = StepGraphs(counters, enabled=enabled, name=name, host_share=1.0)
+            self.graphs = StepGraphs(counters, enabled=enabled, name=name, host_share=0.95)
         self.modulation = Modulation(self.cache, counters)
         self._ready: set[tuple[torch.device, torch.dtype]] = set()
 

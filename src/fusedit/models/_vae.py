@@ -250,14 +250,16 @@ class VaeModel(FusedModel):
         matrix = weight[:, :, 0, 0]
         if s.bias is not None:
             more = _total(more, matrix.float() @ s.bias.float())
-        bias, flat = _total(made.bias, more), s.x.permute(0, 2, 3, 1).reshape(-1, s.x.shape[1])
-        if made.weight is not None and ops.conv2d.backend(made.x, made.weight, bias, made.x).name == "hopper":
-            N, _, H, W = s.x.shape
-            return Sum(made.x, bias, (flat @ matrix.t()).view(N, H, W, -1).permute(0, 3, 1, 2), made.weight)
+        (N, C, H, W), K = s.x.shape, len(matrix)
+        flat = s.x.permute(0, 2, 3, 1).reshape(-1, C)
+        if made.weight is not None and ops.conv2d.backend(made.x, made.weight, made.bias, made.x).name == "hopper":
+            past = (flat @ matrix.t()).view(N, H, W, K).permute(0, 3, 1, 2)
+            return made._replace(bias=_total(made.bias, more), residual=past)
         # It adds to h as it lies, but for what a LoRA layer may have made.
-        h = self.made(made).x.contiguous(memory_format=torch.channels_last)
-        h.permute(0, 2, 3, 1).view(-1, h.shape[1]).addmm_(flat, matrix.t())
-        return Sum(h, bias)
+        made = self.made(made)
+        h = made.x.contiguous(memory_format=torch.channels_last)
+        h.permute(0, 2, 3, 1).view(-1, K).addmm_(flat, matrix.t())
+        return Sum(h, _total(made.bias, more))
 
     def attend(self, attn: Any, s: Sum) -> Sum:
         s, n = self.normed(attn.group_norm, s, silu=False)

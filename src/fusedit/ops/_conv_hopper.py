@@ -34,6 +34,8 @@ def reason(x: Tensor, K: int, R: int, act: str, residual: Tensor | None, y: Tens
         return "written for compute capability 9.0"
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"takes half precision, not {str(x.dtype).removeprefix('torch.')}"
+    if not x.numel():
+        return "nothing to do"
     if R != 3:
         return f"takes 3 x 3 taps, not {R} x {R}"
     if x.shape[1] % CHANNELS or K % OUTPUTS:
@@ -43,6 +45,8 @@ def reason(x: Tensor, K: int, R: int, act: str, residual: Tensor | None, y: Tens
     pictures = [t.permute(0, 2, 3, 1) for t in (x, residual, y) if t is not None]
     if any(t.stride(3) != 1 for t in pictures):
         return "channels do not lie side by side"
+    if any(n > 1 and not step for t in pictures for n, step in zip(t.shape, t.stride(), strict=True)):
+        return "several places are one pixel"
     return "needs pixels on 16 bytes" if _rows.vector(8, *pictures) == 1 else ""
 
 

@@ -152,11 +152,12 @@ def _slower(x: Tensor, K: int) -> str:
 
 def _own(
     name: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, act: str, y: Tensor
-) -> None:
-    if residual is not None:
-        residual = residual if name == "gather" else _conv.dense(residual)
+) -> str:
+    """Runs one of ours; says which it was."""
     if name == "gather":
-        return _conv_gather.gather(_conv.dense(x), weight, bias, residual, act, y)
+        _conv_gather.gather(_conv.dense(x), weight, bias, residual, act, y)
+        return name
+    residual = None if residual is None else _conv.dense(residual)
     target = y if _conv.fits(y) else _conv.channels_last(y, y.shape)
     if name == "hopper" and _conv_hopper.reason(x, weight.shape[0], 3, act, residual, target):
         name = "direct"  # whatever a caller gave as `out`
@@ -166,7 +167,7 @@ def _own(
         _conv_direct.direct(x, weight, bias, residual, act, target)
     if target is not y:
         y.copy_(target)
-    return None
+    return name
 
 
 def builds() -> list[Build]:
@@ -238,7 +239,8 @@ def conv2d(
 ) -> Tensor:
     """act(conv(x[N,C,H,W], weight[K,C,R,R]) + bias[K]) + residual[N,K,H,W] -> [N,K,H,W] channels_last, R 1 or 3."""
     name = choose(x, weight, bias, residual, activation, algorithm).name
-    conv2d.ran[name] += 1
+    if name in ("plain", "library"):
+        conv2d.ran[name] += 1
     if name == "plain":
         made = conv2d.unchecked(x, weight, bias, residual, activation, out=out)
         return made if out is not None else made.contiguous(memory_format=torch.channels_last)
@@ -248,5 +250,5 @@ def conv2d(
             return made if out is None else out.copy_(made)
         return _conv_epilogue.epilogue(made, bias, residual, activation, made if out is None else out)
     y = _conv.channels_last(x, (x.shape[0], weight.shape[0], *x.shape[2:])) if out is None else out
-    _own(name, x, weight, bias, residual, activation, y)
+    conv2d.ran[_own(name, x, weight, bias, residual, activation, y)] += 1
     return y

@@ -220,17 +220,19 @@ def conv2d_group_norm_silu(
     """s = conv(x[N,C,H,W], weight[K,C,R,R]) + bias[K] + residual[N,K,H,W] and y = silu(GroupNorm(s)) -> (s, y)."""
     this, norm = conv2d_group_norm_silu, (norm_weight, norm_bias, groups, eps, silu)
     name = choose(x, weight, norm_weight, norm_bias, groups, bias, residual).name
-    this.ran[name] += 1
     if name == "plain":
+        this.ran[name] += 1
         made = this.unchecked(x, weight, norm_weight, norm_bias, groups, bias, residual, eps, silu, out=out)
         return made if out is not None else (_as_allocated(x, made[0]), _as_allocated(x, made[1]))
     N, _, H, W = x.shape
     shape = (N, weight.shape[0], H, W)
     s, y = (_group_norm_plain.allocate(x, shape), _group_norm_plain.allocate(x, shape)) if out is None else out
-    if name == "hopper" and _group_norm.fits(s) and _group_norm.fits(y):
-        _hopper(x, weight, norm, bias, residual, s, y)
-    else:
-        _library(x, weight, norm, bias, residual, s, y)
+    if name == "hopper" and not (_group_norm.fits(s) and _group_norm.fits(y)):
+        name = "library"  # whatever a caller gave as `out`
+    if name == "hopper" and _conv_hopper.reason(x, len(weight), 3, "none", residual, s):
+        name = "library"
+    this.ran[name] += 1
+    (_hopper if name == "hopper" else _library)(x, weight, norm, bias, residual, s, y)
     return s, y
 
 
@@ -240,8 +242,6 @@ Norm = tuple[Tensor, Tensor, int, float, bool]
 def _hopper(
     x: Tensor, weight: Tensor, norm: Norm, bias: Tensor | None, residual: Tensor | None, s: Tensor, y: Tensor
 ) -> None:
-    if _conv_hopper.reason(x, len(weight), 3, "none", residual, s):  # whatever a caller gave as `out`
-        return _library(x, weight, norm, bias, residual, s, y)
     norm_weight, norm_bias, groups, eps, silu = norm
     H, W = x.shape[2:]
     whole = _conv_hopper.measures(H, W)

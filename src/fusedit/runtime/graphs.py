@@ -25,7 +25,8 @@ from fusedit.runtime.counters import Counters
 
 CAPACITY: Final = 4
 HOST_SHARE: Final = 0.8
-"""A step is host-bound where launching it takes more than this share of its time on the GPU."""
+"""A step is host-bound where launching it takes more than this share of its time on the GPU. That time ends behind the
+launching, so 1 is never reached, however slow the host is."""
 
 Tensors = tuple[torch.Tensor, ...]
 Body = Callable[[Tensors], torch.Tensor]

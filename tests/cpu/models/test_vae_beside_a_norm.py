@@ -53,6 +53,17 @@ def test_agrees_with_stock(model: Any, backend: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("model", list(SHAPES))
+def test_no_pictures(model: Any, backend: str) -> None:
+    del backend
+    torch.manual_seed(1)
+    module = model.tiny(block_out_channels=(8, 16, 24), mid_block_add_attention=False)
+    x = torch.randn(0, *SHAPES[model][1:])
+    made = model(module, Plan(cache={"graphs": False}), Counters()).forward(x)
+    assert made.shape == module(x).shape
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("off", ["conv2d", "residual_norm", "group_norm_silu"])
 @pytest.mark.parametrize("model", list(SHAPES))
 def test_agrees_with_a_rewrite_off(model: Any, off: str, backend: str) -> None:

@@ -115,6 +115,8 @@ def test_what_the_kernel_takes() -> None:
         "takes multiples of 64 channels and 128 outputs, not 64 and 192": (x, 192, 3, "none", None),
         "a residual behind an activation": (x, 128, 3, "relu", y),
         "channels do not lie side by side": (x, 128, 3, "none", y.contiguous()),
+        "nothing to do": (picture(0, 64, 4, 6), 128, 3, "none", None),
+        "several places are one pixel": (OnHopper(y[:, :64, :1].expand(1, 64, 4, 6)), 128, 3, "none", None),
         "needs pixels on 16 bytes": (x, 128, 3, "none", torch.empty(1, 4, 6, 129).bfloat16()[..., 1:].movedim(-1, 1)),
     }
     for reason, call in refused.items():

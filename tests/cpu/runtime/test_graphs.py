@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,6 +15,9 @@ import torch
 from support.recorded import GPU_BOUND, UNCAPTURABLE, Recordings
 from torch import nn
 
+from fusedit.models.autoencoder_kl import AutoencoderKL
+from fusedit.models.flux import Flux
+from fusedit.plan import Plan
 from fusedit.runtime import graphs
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.graphs import CAPACITY, StepGraphs, state_of
@@ -53,6 +57,14 @@ class Steps:
         return out
 
 
+class SlowSteps(Steps):
+    """Takes the host so long that what is around its step does not count."""
+
+    def body(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().body(tensors)
+
+
 def test_a_shape_runs_eagerly_then_timed_then_captured(recordings: Recordings) -> None:
     steps = Steps()
     for _ in range(5):
@@ -75,6 +87,19 @@ def test_a_step_that_the_gpu_limits_is_never_captured(recordings: Recordings) ->
     for _ in range(3):
         steps(rows=5)
     assert recordings.log[-3:] == ["eager", "timed", "captured"], "another shape is judged by itself"
+
+
+@pytest.mark.parametrize("model", [AutoencoderKL, Flux], ids=["vae", "flux"])
+def test_every_model_can_have_graphs(model: Any, recordings: Recordings) -> None:
+    """A GPU is done after the host at the earliest, which no model may wait for in vain."""
+    made = model(model.tiny(), Plan(), Counters()).graphs
+    for host_bound, expected in ((True, ["eager", "timed", "captured"]), (False, ["eager", "timed", "eager"])):
+        recordings.log.clear()
+        recordings.host_bound = host_bound
+        steps = SlowSteps(host_share=made.host_share)
+        for _ in range(3):
+            steps()
+        assert recordings.log == expected
 
 
 def test_every_shape_and_every_key_has_a_graph_of_its_own(recordings: Recordings) -> None:
