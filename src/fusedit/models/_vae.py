@@ -169,12 +169,12 @@ class VaeModel(FusedModel):
         weight, bias = self.weights(norm, s.x)
         options = (weight, bias, norm.num_groups, norm.eps, silu)
         if s.weight is not None:
-            if s.residual is not None or self._serves_alone(s, options):
+            if s.residual is not None or _ours(s):
                 self.counters.ran(f"{self.name}.conv2d")
                 onto = self._onto(s, s.weight)
                 x, n = self.conv_norm(s.x, s.weight, *options[:3], s.bias, s.residual, *options[3:], out=onto)
                 return Sum(x), n
-            s = self.made(s)
+            s = Sum(self.convolve(s.x, s.weight), s.bias)
         if s.residual is None:
             return s, self.norm(s.x, *options, s.bias, out=s.x if spent and relaid.on_gpu(s.x) else None)
         if self.plan.enabled(f"{self.name}.residual_norm"):
@@ -206,17 +206,11 @@ class VaeModel(FusedModel):
         new = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         return new if s.residual is None else s.residual, new
 
-    def _serves_alone(self, s: Sum, options: tuple[Any, ...]) -> bool:
-        """Whether a kernel takes the statistics of a convolution without a residual on its way."""
-        assert s.weight is not None
-        name: str = ops.conv2d_group_norm_silu.backend(s.x, s.weight, *options[:3], s.bias).name
-        return name == "hopper"
-
     def made(self, s: Sum) -> Sum:
         """The same sum with its convolution computed, so that each stage pays for its own."""
         if s.weight is None:
             return s
-        if ops.conv2d.backend(s.x, s.weight, s.bias, s.residual).name == "hopper":
+        if _ours(s):
             return Sum(self.convolve(s.x, s.weight, s.bias, s.residual, out=s.residual))
         return Sum(self.convolve(s.x, s.weight), s.bias, s.residual)
 
@@ -252,7 +246,7 @@ class VaeModel(FusedModel):
             more = _total(more, matrix.float() @ s.bias.float())
         (N, C, H, W), K = s.x.shape, len(matrix)
         flat = s.x.permute(0, 2, 3, 1).reshape(-1, C)
-        if made.weight is not None and ops.conv2d.backend(made.x, made.weight, made.bias, made.x).name == "hopper":
+        if _ours(made):
             past = (flat @ matrix.t()).view(N, H, W, K).permute(0, 3, 1, 2)
             return made._replace(bias=_total(made.bias, more), residual=past)
         # It adds to h as it lies, but for what a LoRA layer may have made.
@@ -292,6 +286,12 @@ def added(s: Sum, out: Tensor | None = None) -> Tensor:
         if term is not None:
             x.add_(term)
     return x
+
+
+def _ours(s: Sum) -> bool:
+    """Whether the convolution that is left to do would run in our kernel, which adds bias and residual on its way and
+    takes the statistics of a norm, none of which changes the answer."""
+    return s.weight is not None and ops.conv2d.backend(s.x, s.weight, s.bias, s.residual).name == "hopper"
 
 
 def _total(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -63,6 +63,11 @@ def dense(x: Tensor) -> Tensor:
     return x if fits(x) else x.contiguous(memory_format=torch.channels_last)
 
 
+def countable(x: Tensor) -> bool:
+    """Whether kernels can count the pixels of all pictures in 32 bits, those of a last block that ends outside too."""
+    return x.shape[0] * x.shape[2] * x.shape[3] < 2**31 - 2**20
+
+
 def pixels(t: Tensor, vec: int) -> tuple[int, int, int]:
     """Steps of a picture from image to image, row to row and pixel to pixel, in units of vec."""
     return t.stride(0) // vec, t.stride(2) // vec, t.stride(3) // vec

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.ops import _rows, _triton
-from fusedit.ops._conv import ACTIVATIONS, activate, pixels, places, vector
+from fusedit.ops._conv import ACTIVATIONS, activate, countable, pixels, places, vector
 from fusedit.ops._op import Build
 from fusedit.ops._triton import kernel, tl
 
@@ -60,10 +60,10 @@ def epilogue(x: Tensor, bias: Tensor | None, residual: Tensor | None, act: str, 
     """act(x + bias) + residual into y, which may lie on x or residual; all [N,C,H,W] in any layout."""
     usable = _triton.INTERPRETING or _triton.status(x.device, x.dtype)[0]
     pictures = [t for t in (x, residual, y) if t is not None]
-    N, C, H, W = x.shape
-    many = N * H * W >= 2**31 - 2**20  # pixels are counted in 32 bits
-    if not usable or many or any(t.stride(1) != 1 for t in pictures) or x.dtype == torch.float64:
+    usable = usable and countable(x) and x.dtype != torch.float64
+    if not usable or any(t.stride(1) != 1 for t in pictures):
         return in_torch(x, bias, residual, act, y)
+    N, C, H, W = x.shape
     vec = vector(C, *pictures)
     other = y if residual is None else residual
     tile = _rows.launch(x.device).tile

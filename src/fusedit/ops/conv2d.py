@@ -53,8 +53,7 @@ def reference(
 ) -> Tensor:
     del algorithm
     x, weight, bias, residual = wide(x, weight, bias, residual)
-    y = F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2)
-    return _conv_epilogue.in_torch(y, None, residual, activation, None)
+    return plain(x, weight, bias, residual, activation)
 
 
 def plain(
@@ -120,7 +119,7 @@ def choose(
         usable, why = False, "no kernels for float64"
     elif usable and x.is_cuda and x.dtype == torch.float32:
         usable, why = False, "products of float32 are the library's"
-    elif usable and x.shape[0] * x.shape[2] * x.shape[3] >= 2**31 - 2**20:
+    elif usable and not _conv.countable(x):
         usable, why = False, f"{x.shape[0]} pictures of {x.shape[2]} x {x.shape[3]} are too many"
     elif usable and _triton.INTERPRETING and x.dtype == torch.bfloat16:  # it would multiply the bit patterns
         usable, why = False, "triton's interpreter cannot multiply bfloat16"
