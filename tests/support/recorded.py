@@ -7,6 +7,7 @@ of all tensors; capturing computes nothing; reading a value from a tensor is an 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -71,20 +72,28 @@ class _Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.timing = enable_timing
-        self.at = 0.0
 
     def record(self, _stream: Any = None) -> None:
-        self.at = time.perf_counter()
         if not self.timing:
             self.recordings.last = self
 
     def synchronize(self) -> None:
         assert self.timing
 
-    def elapsed_time(self, end: Any) -> float:
-        """A GPU is never done before the host has told it what to do."""
-        between = 1e3 * float(end.at - self.at)
-        return between if self.recordings.host_bound else 1e9
+    def elapsed_time(self, _end: Any) -> float:
+        """A GPU is never done before the host has told it what to do, here a thousandth after that."""
+        return 1001.0 * self.recordings.clock.span if self.recordings.host_bound else 1e9
+
+
+class _Clock(threading.local):
+    """Stands in for the module `time`: what a thread read last, and how long that was after the time before."""
+
+    last = span = 0.0
+
+    def perf_counter(self) -> float:
+        now = time.perf_counter()
+        self.last, self.span = now, now - self.last
+        return now
 
 
 class _Stream:
@@ -131,6 +140,7 @@ class Recordings:
         self.packed: list[dict[str, int]] = []
         self.overlaps = self.streams = self.open = self.most_open = 0
         self.how = "eager"
+        self.clock = _Clock()
         self.last: Any = None
         self.waited: Any = None
 
@@ -227,6 +237,7 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> Recordings:
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(_is_cuda))
     monkeypatch.setattr(graphs, "_timed", made.timed)
+    monkeypatch.setattr(graphs, "time", made.clock)
     monkeypatch.setattr(graphs, "_Graph", made.graph)
     monkeypatch.setattr(graphs.StepGraphs, "run", run)
     stand_ins = {"CUDAGraph": _RecordedGraph, "Stream": _NewStream, "Event": _Event, "current_stream": _Stream}

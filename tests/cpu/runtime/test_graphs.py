@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -57,14 +56,6 @@ class Steps:
         return out
 
 
-class SlowSteps(Steps):
-    """Takes the host so long that what is around its step does not count."""
-
-    def body(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        time.sleep(0.02)
-        return super().body(tensors)
-
-
 def test_a_shape_runs_eagerly_then_timed_then_captured(recordings: Recordings) -> None:
     steps = Steps()
     for _ in range(5):
@@ -96,7 +87,7 @@ def test_every_model_can_have_graphs(model: Any, recordings: Recordings) -> None
     for host_bound, expected in ((True, ["eager", "timed", "captured"]), (False, ["eager", "timed", "eager"])):
         recordings.log.clear()
         recordings.host_bound = host_bound
-        steps = SlowSteps(host_share=made.host_share)
+        steps = Steps(host_share=made.host_share)
         for _ in range(3):
             steps()
         assert recordings.log == expected
