@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 
@@ -43,12 +45,12 @@ def compilations() -> Iterator[Compilations]:
 
 
 def kernels() -> list[Any]:
-    """fusedit's kernels."""
+    """fusedit's kernels, in Triton and in Gluon, of all modules of ops/."""
     from triton.runtime.jit import JITFunction
 
     from fusedit import ops
 
-    modules = [__import__(f"fusedit.ops.{name}", fromlist=["kernels"]) for name in ops.registry()]
+    modules = [import_module(f"{ops.__name__}.{found.name}") for found in pkgutil.iter_modules(ops.__path__)]
     return list({id(v): v for module in modules for v in vars(module).values() if isinstance(v, JITFunction)}.values())
 
 

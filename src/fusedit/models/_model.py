@@ -18,7 +18,7 @@ from fusedit.plan import Plan
 from fusedit.report import CacheReport
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.form import Form, form_of
-from fusedit.runtime.graphs import StepGraphs
+from fusedit.runtime.graphs import HOST_SHARE_OF_ONE_CALL, StepGraphs
 from fusedit.runtime.hoist import RunCache
 
 T = TypeVar("T")
@@ -108,9 +108,9 @@ class FusedModel(ABC):
         enabled = plan.cache["graphs"]
         if self.denoiser:
             self.graphs = StepGraphs(counters, enabled=enabled)
-        else:  # one call a picture and much memory: only where the GPU waits nearly all the time
+        else:
             name = f"{'.'.join(self.path)} graphs"
-            self.graphs = StepGraphs(counters, enabled=enabled, name=name, host_share=0.95)
+            self.graphs = StepGraphs(counters, enabled=enabled, name=name, host_share=HOST_SHARE_OF_ONE_CALL)
         self.modulation = Modulation(self.cache, counters)
         self._ready: set[tuple[torch.device, torch.dtype]] = set()
 

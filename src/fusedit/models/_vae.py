@@ -2,7 +2,8 @@
 
 On a GPU a convolution leaves its bias to whoever reads its result next: GroupNorm, which moves its means by it, or the
 addition of the residual, which happens in the pass that takes the next GroupNorm's statistics, or, with the statistics
-too, in the convolution itself, which is left to its reader as a whole for that. `Sum` is such a result.
+too, in the convolution itself, which is left to its reader as a whole for that. `Sum` is such a result; whoever
+takes it may overwrite it.
 
 Letters: N pictures, C channels, H and W rows and columns.
 """
@@ -11,14 +12,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from fusedit import ops
+from fusedit.errors import OpError
 from fusedit.models._model import FusedModel, Rewrite
+from fusedit.models._sum import Sum, added, total
 from fusedit.plan import Plan
 from fusedit.runtime import relaid, widened
 from fusedit.runtime.counters import Counters
@@ -27,15 +30,6 @@ from fusedit.runtime.linear import linear
 
 Tensor = torch.Tensor
 CONVERSIONS: Final = "conversions between NCHW and channels_last"
-
-
-class Sum(NamedTuple):
-    """x + bias + residual, not added yet; bias[C] of any dtype. With a weight, conv(x, weight) in the place of x."""
-
-    x: Tensor
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    weight: Tensor | None = None
 
 
 Stage = Callable[[Sum], Sum]
@@ -65,8 +59,11 @@ class VaeModel(FusedModel):
         self.convolve = self.site(f"{self.name}.conv2d", ops.conv2d)
         self.attention = self.site(f"{self.name}.attention", ops.attention)
         self.residual_norm = self.site(f"{self.name}.residual_norm", ops.residual_group_norm_silu)
-        self.conv_norm = self.site(f"{self.name}.residual_norm", ops.conv2d_group_norm_silu)
-        self.joins = plan.enabled(f"{self.name}.conv2d") and plan.enabled(f"{self.name}.residual_norm")
+        self.joins = {
+            f"{self.name}.{norm}": self.site(f"{self.name}.{norm}", ops.conv2d_group_norm_silu)
+            for norm in ("group_norm_silu", "residual_norm")
+            if plan.enabled(f"{self.name}.conv2d") and plan.enabled(f"{self.name}.{norm}")
+        }
 
     def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         m: Any = self.module
@@ -115,6 +112,7 @@ class VaeModel(FusedModel):
                 y = ops.nhwc_to_nchw(y)
             return y.to(sample.dtype)
 
+        self.make_ready(sample)
         offloaded = offload_hook(m)
         self._lay_weights(sample, offloaded)  # not in a step: a graph takes the weights for granted where they lie
         refused = "weights move between calls (offload)" if offloaded else ""
@@ -127,6 +125,24 @@ class VaeModel(FusedModel):
             return
         dtype = torch.float32 if sample.dtype == torch.float16 else sample.dtype
         relaid.lay(self.module, sample.device, dtype, self.counters, offloaded=offloaded)
+
+    def rare(self, x: Tensor) -> None:
+        """Both ways that a convolution may take, which the size of a picture decides. A small one is the library's."""
+        dtype, m = torch.float32 if x.dtype == torch.float16 else x.dtype, self.module
+        side = 2 << len(getattr(m, "down_blocks", ()))
+        small = x.new_zeros((1, x.shape[1], side, side), dtype=dtype)
+        s = Sum(small.contiguous(memory_format=torch.channels_last))
+        for _, stage in type(self)(m, self.plan, Counters()).stages():
+            s = stage(s)
+        if dtype == torch.float32:
+            return
+        h = x.new_zeros((1, 128, 16, 16)).contiguous(memory_format=torch.channels_last)
+        weight = x.new_zeros((128, 128, 3, 3))
+        for bias in (weight[:, 0, 0, 0], weight[:, 0, 0, 0].float()):  # of one layer, or of two
+            try:
+                ops.conv2d(h, weight, bias, h, "none", "own")
+            except OpError:  # none of ours runs here
+                return
 
     def unpack(self) -> None:
         relaid.put_back(self.module)
@@ -166,13 +182,15 @@ class VaeModel(FusedModel):
 
     def normed(self, norm: nn.GroupNorm, s: Sum, silu: bool = True, *, spent: bool = False) -> tuple[Sum, Tensor]:
         """What the sum came to, as far as it had to be added, and its norm; in place where the sum is `spent`."""
+        s = s.taken()
         weight, bias = self.weights(norm, s.x)
         options = (weight, bias, norm.num_groups, norm.eps, silu)
         if s.weight is not None:
             if s.residual is not None or _ours(s):
                 self.counters.ran(f"{self.name}.conv2d")
+                join = self.joins[self._norm_of(s.residual is not None)]
                 onto = self._onto(s, s.weight)
-                x, n = self.conv_norm(s.x, s.weight, *options[:3], s.bias, s.residual, *options[3:], out=onto)
+                x, n = join(s.x, s.weight, *options[:3], s.bias, s.residual, *options[3:], out=onto)
                 return Sum(x), n
             s = Sum(self.convolve(s.x, s.weight), s.bias)
         if s.residual is None:
@@ -184,14 +202,17 @@ class VaeModel(FusedModel):
         x = added(s)
         return Sum(x), self.norm(x, *options)
 
+    def _norm_of(self, residual: bool) -> str:
+        return f"{self.name}.{'residual_norm' if residual else 'group_norm_silu'}"
+
     def resnet(self, block: Any, s: Sum) -> Sum:
         """A residual block; its last convolution may be left to the next norm, in place of the block's input."""
-        s, h = self._before_second(block, s)
-        return self._with_input(block, s, self.later(block.conv2, h))
+        past, h = self.before_last(block, s)
+        return self.later(block.conv2, h, residual=True).beside(past)
 
-    def later(self, layer: Any, x: Tensor) -> Sum:
+    def later(self, layer: Any, x: Tensor, *, residual: bool) -> Sum:
         """A convolution that may be left to a norm, which then overwrites x."""
-        if self.joins and relaid.on_gpu(x) and type(layer) is nn.Conv2d:
+        if self._norm_of(residual) in self.joins and relaid.on_gpu(x) and type(layer) is nn.Conv2d:
             weight, bias = self.weights(layer, x)
             return Sum(x, bias, None, weight)
         return self.conv(layer, x)
@@ -214,46 +235,42 @@ class VaeModel(FusedModel):
             return Sum(self.convolve(s.x, s.weight, s.bias, s.residual, out=s.residual))
         return Sum(self.convolve(s.x, s.weight), s.bias, s.residual)
 
-    def _before_second(self, block: Any, s: Sum) -> tuple[Sum, Tensor]:
-        """The block's input as far as it had to be added, and what its second convolution reads."""
-        s, h = self.normed(block.norm1, s)
-        made = self.later(block.conv1, h)
+    def before_last(self, block: Any, s: Sum) -> tuple[Sum, Tensor]:
+        """What passes by a block's convolutions, and what the last of them reads."""
+        layer = block.conv_shortcut
+        if type(layer) is nn.Conv2d and s.residual is None:  # first, so that the norm can take the input's place
+            past = self._past(layer, s)
+            h = self.normed(block.norm1, s, spent=True)[1]
+        else:
+            s, h = self.normed(block.norm1, s)
+            past = s if layer is None else self._past(layer, s)
+        del s  # of which `past` is all that is still needed
+        made = self.later(block.conv1, h, residual=False)
         del h  # the memory of the first norm before that of the second
-        return s, self.normed(block.norm2, made, spent=True)[1]
+        return past, self.normed(block.norm2, made, spent=True)[1]
 
-    def last_resnet(self, block: Any, s: Sum, out: Tensor | None = None) -> Tensor:
-        """A residual block whose result no GroupNorm reads: everything is added behind its last convolution."""
-        s, h = self._before_second(block, s)
-        if not relaid.on_gpu(h) or type(block.conv2) is not nn.Conv2d or block.conv_shortcut is not None:
-            return added(self._with_input(block, s, self.conv(block.conv2, h)), out)
+    def last_conv(self, block: Any, past: Sum, h: Tensor, out: Tensor | None = None) -> Tensor:
+        """The end of a block whose result no GroupNorm reads: everything is added behind its last convolution."""
+        if not relaid.on_gpu(h) or type(block.conv2) is not nn.Conv2d:
+            return added(self.conv(block.conv2, h).beside(past), out)
         weight, bias = self.weights(block.conv2, h)
-        y: Tensor = self.convolve(h, weight, _total(bias, s.bias), s.x, out=s.x if out is None else out)
+        y: Tensor = self.convolve(h, weight, total(bias, past.bias), past.x, out=past.x if out is None else out)
         return y
 
-    def _with_input(self, block: Any, s: Sum, made: Sum) -> Sum:
-        """made + what the block passes by its convolutions."""
-        layer = block.conv_shortcut
-        if layer is None:
-            return made._replace(bias=_total(made.bias, s.bias), residual=s.x)
-        if type(layer) is not nn.Conv2d or not relaid.on_gpu(s.x):
+    def _past(self, layer: Any, s: Sum) -> Sum:
+        """A block's shortcut, in new memory; a bias may be left to come."""
+        if type(layer) is not nn.Conv2d or not relaid.on_gpu(s.x) or not self.plan.enabled(f"{self.name}.conv2d"):
             x = s.x if s.bias is None else s.x + s.bias.to(s.x.dtype)[:, None, None]
-            past = self.called(layer, x) if type(layer) is not nn.Conv2d else self.conv(layer, x).x
-            return self.made(made)._replace(residual=past)
+            return Sum(self.called(layer, x)) if type(layer) is not nn.Conv2d else self.conv(layer, x)
         # One tap: a product, through which the bias of its input goes apart.
-        weight, more = self.weights(layer, s.x)
+        self.counters.ran(f"{self.name}.conv2d")
+        weight, bias = self.weights(layer, s.x)
         matrix = weight[:, :, 0, 0]
         if s.bias is not None:
-            more = _total(more, matrix.float() @ s.bias.float())
+            bias = total(bias, matrix.float() @ s.bias.float())
         (N, C, H, W), K = s.x.shape, len(matrix)
         flat = s.x.permute(0, 2, 3, 1).reshape(-1, C)
-        if _ours(made):
-            past = (flat @ matrix.t()).view(N, H, W, K).permute(0, 3, 1, 2)
-            return made._replace(bias=_total(made.bias, more), residual=past)
-        # It adds to h as it lies, but for what a LoRA layer may have made.
-        made = self.made(made)
-        h = made.x.contiguous(memory_format=torch.channels_last)
-        h.permute(0, 2, 3, 1).view(-1, K).addmm_(flat, matrix.t())
-        return Sum(h, _total(made.bias, more))
+        return Sum((flat @ matrix.t()).view(N, H, W, K).permute(0, 3, 1, 2), bias)
 
     def attend(self, attn: Any, s: Sum) -> Sum:
         s, n = self.normed(attn.group_norm, s, silu=False)
@@ -279,25 +296,10 @@ class VaeModel(FusedModel):
         return self.made(s)
 
 
-def added(s: Sum, out: Tensor | None = None) -> Tensor:
-    """The sum, in place of its first term unless `out` is given."""
-    x = s.x if out is None else out.copy_(s.x)
-    for term in (None if s.bias is None else s.bias.to(x.dtype)[:, None, None], s.residual):
-        if term is not None:
-            x.add_(term)
-    return x
-
-
 def _ours(s: Sum) -> bool:
     """Whether the convolution that is left to do would run in our kernel, which adds bias and residual on its way and
     takes the statistics of a norm, none of which changes the answer."""
     return s.weight is not None and ops.conv2d.backend(s.x, s.weight, s.bias, s.residual).name == "hopper"
-
-
-def _total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a.float() + b
 
 
 def no_convolution(layer: Any) -> str:

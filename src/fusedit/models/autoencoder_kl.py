@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from fusedit import ops
 from fusedit.models._model import Rewrite
-from fusedit.models._vae import Stage, Sum, VaeModel, added, no_convolution, plain_conv, rewrites, shared_reason
+from fusedit.models._sum import Sum, added
+from fusedit.models._vae import Stage, VaeModel, no_convolution, plain_conv, rewrites, shared_reason
 from fusedit.models.flux import Flux
 from fusedit.models.z_image import ZImage
 from fusedit.plan import Plan
@@ -97,7 +98,7 @@ class AutoencoderKL(VaeModel):
             upsamplers = list(block.upsamplers or ())
             if not upsamplers:
                 return self.made(self.resnet(last, s))
-            s = self._doubled(upsamplers[0].conv, self.last_resnet(last, s))
+            s = self._doubled(upsamplers[0].conv, self.last_conv(last, *self.before_last(last, s)))
             for upsampler in upsamplers[1:]:
                 s = self._doubled(upsampler.conv, added(s))
             return s

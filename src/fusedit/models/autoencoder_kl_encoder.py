@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fusedit.models._vae import Stage, Sum, VaeModel, added, plain_conv, rewrites, shared_reason
+from fusedit.models._sum import Sum, added
+from fusedit.models._vae import Stage, VaeModel, plain_conv, rewrites, shared_reason
 from fusedit.models.flux import Flux
 from fusedit.models.z_image import ZImage
 from fusedit.runtime import relaid
@@ -74,9 +75,10 @@ class AutoencoderKLEncoder(VaeModel):
             downsamplers = list(block.downsamplers or ())
             if not downsamplers:
                 return self.made(self.resnet(last, s))
-            N, _, H, W = s.x.shape
-            padded = _with_zeros(s.x, (N, last.out_channels, H + 1, W + 1))
-            self.last_resnet(last, s, padded[:, :, :-1, :-1])
+            past, h = self.before_last(last, s)
+            padded = _with_zeros(h)
+            self.last_conv(last, past, h, padded[:, :, :-1, :-1])
+            del past, h
             s = self._halved(downsamplers[0].conv, padded)
             for downsampler in downsamplers[1:]:
                 s = self._halved(downsampler.conv, F.pad(added(s), (0, 1, 0, 1)))
@@ -86,7 +88,7 @@ class AutoencoderKLEncoder(VaeModel):
 
     def _halved(self, layer: Any, padded: torch.Tensor) -> Sum:
         if type(layer) is not nn.Conv2d:  # a LoRA layer
-            return Sum(layer(padded))
+            return Sum(self.called(layer, padded))
         weight, bias = self.weights(layer, padded)
         if relaid.on_gpu(padded):
             return Sum(F.conv2d(padded, weight, stride=2), bias)
@@ -106,9 +108,10 @@ class AutoencoderKLEncoder(VaeModel):
         return Encoder(**{**config, **changes}).eval()
 
 
-def _with_zeros(x: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
-    """A channels_last buffer whose last row and column are zeros; the rest is still to be written."""
-    padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+def _with_zeros(x: torch.Tensor) -> torch.Tensor:
+    """A channels_last buffer for a picture like x, and a row and a column of zeros behind it."""
+    N, C, H, W = x.shape
+    padded = torch.empty((N, C, H + 1, W + 1), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     padded[:, :, -1].zero_()
     padded[:, :, :, -1].zero_()
     return padded

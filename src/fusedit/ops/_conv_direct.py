@@ -62,14 +62,13 @@ def _direct(
         if C % BK == 0:  # all of one tap
             tap = k // C
             up, left = h + tap // R - R // 2, w + tap % R - R // 2
-            rows = at + (up.to(tl.int64) * x_h + left.to(tl.int64) * x_w) * VEC + k % C * x_c
-            if VEC > 1:
-                rows = tl.multiple_of(rows, 16)
+            rows = at + (up.to(tl.int64) * x_h + left.to(tl.int64) * x_w) * VEC
             inside = ((p < P) & (up >= 0) & (up < H) & (left >= 0) & (left < W))[:, None]
-            if VEC > 1:
+            if VEC > 1:  # channels are dense
+                rows = tl.multiple_of(rows + k % C, 16)
                 x = tl.load(rows[:, None] + lane[None, :], mask=inside, other=0.0)
             else:
-                x = tl.load(rows[:, None] + (lane * x_c)[None, :], mask=inside, other=0.0)
+                x = tl.load(rows[:, None] + ((k % C + lane).to(tl.int64) * x_c)[None, :], mask=inside, other=0.0)
         else:
             j = k + lane
             down, right = j // C // R - R // 2, j // C % R - R // 2
@@ -77,7 +76,7 @@ def _direct(
             inside = (p < P)[:, None] & (j < R * R * C)[None, :]
             inside &= (up >= 0) & (up < H) & (left >= 0) & (left < W)
             rows = at + (h.to(tl.int64) * x_h + w.to(tl.int64) * x_w) * VEC
-            moved = (down.to(tl.int64) * x_h + right.to(tl.int64) * x_w) * VEC + j % C * x_c
+            moved = (down.to(tl.int64) * x_h + right.to(tl.int64) * x_w) * VEC + (j % C).to(tl.int64) * x_c
             x = tl.load(rows[:, None] + moved[None, :], mask=inside, other=0.0)
         j = k + lane
         mask = (j < R * R * C)[:, None] & (columns < K)[None, :]
@@ -94,8 +93,8 @@ def _direct(
 
 
 def rows_of(weight: Tensor) -> Tensor:
-    """weight[K,C,R,R] as [K, R * R * C]; a copy unless it lies channels_last."""
-    return weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1)
+    """weight[K,C,R,R] as [K, R * R * C], dense; a copy unless it lies so: channels_last, without gaps."""
+    return weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1).contiguous()
 
 
 def _blocks(C: int, K: int, R: int, dtype: torch.dtype) -> dict[str, int]:

@@ -362,9 +362,9 @@ def launch(
         direct = None if summed is None else torch.empty_like(summed, memory_format=torch.channels_last)
         dense = torch.empty_like(out, memory_format=torch.channels_last)
         launch(x, residual, pre_bias, weight, bias, groups, eps, silu, direct, dense)
-        out.copy_(dense)
         if summed is not None and direct is not None:
             summed.copy_(direct)
+        out.copy_(dense)  # last: where both are one tensor it is the norm that stays
         return
     x, residual = lying(x), None if residual is None else lying(residual)
     centers, factors = moments(x, residual, pre_bias, weight, groups, eps, summed)

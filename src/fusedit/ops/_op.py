@@ -122,7 +122,7 @@ class Op(Generic[P, R]):
         self._fits = fits
         self._allocate = allocate
         self._mixed = mixed
-        self._one_place = one_place
+        self.one_place = one_place
         self._signature = Signature(launch)
         self._first, self._outputs = self._signature.first, self._signature.outputs
         self._functional, self._mutating = _library.register(self._signature, self._guarded, check, allocate)
@@ -321,7 +321,7 @@ class Op(Generic[P, R]):
             return self._signature.name_of(t, args, kwargs)
 
         _outputs.check(
-            self.name, outs, shapes, x, inputs, named, in_order=self._reads is not None, one_place=self._one_place
+            self.name, outs, shapes, x, inputs, named, in_order=self._reads is not None, one_place=self.one_place
         )
         return outs
 

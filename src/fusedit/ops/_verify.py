@@ -36,8 +36,8 @@ def error(y: Tensor, truth: Tensor) -> Error:
 def verify(op: Op[..., Any], case: Case, dtype: torch.dtype, device: str | torch.device = "cpu") -> list[str]:
     """Runs one case in every way it can be called; returns a sentence for each way that is wrong.
 
-    Fresh results; results into memory full of NaN; into a slice of a wider buffer, whose rest must stay as it was; and
-    onto an input, where the case has an `alias`.
+    Fresh results; results into memory full of NaN; into a slice of a wider buffer, whose rest must stay as it was;
+    onto an input, where the case has an `alias`; and all into one tensor, where the op takes that.
     """
     args, kwargs = case.build(dtype, device)
     truths = as_list(op.reference(*map(double, args), **kwargs))
@@ -90,6 +90,10 @@ def _ways(
         on_top = case.alias(*own)
         op(*own, **kwargs, out=on_top)
         yield "alias", as_list(on_top)
+    for layout in ("dense", "channels_last") if op.one_place else ():
+        t = place(torch.full_like(fresh[-1], float("nan")), layout)
+        op(*args, **kwargs, out=(t,) * len(fresh))
+        yield f"one place, {layout}", [*fresh[:-1], t]
 
 
 def _whole(t: Tensor) -> Tensor:

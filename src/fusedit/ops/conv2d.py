@@ -169,6 +169,10 @@ def _own(
     return name
 
 
+def _as_allocated(made: Tensor) -> Tensor:
+    return made.contiguous(memory_format=torch.channels_last)
+
+
 def builds() -> list[Build]:
     return [*_conv_direct.builds(), *_conv_gather.builds(norm=False), *_conv_epilogue.builds(), *_conv_hopper.builds()]
 
@@ -178,6 +182,18 @@ def _args(N: int, C: int, H: int, W: int, K: int, R: int = 3, layout: str = "cha
 
 
 _B: Final = T((24,))
+
+
+def _every_second(x: Tensor, weight: Tensor, *more: Any) -> Any:
+    return (x, weight.contiguous(memory_format=torch.channels_last)[::2], *more)
+
+
+def _some_channels(x: Tensor, weight: Tensor, *more: Any) -> Any:
+    return (x[:, :16], weight[:, 5:21], *more)
+
+
+def _one_output(x: Tensor, weight: Tensor, *more: Any) -> Any:
+    return (x, weight[:1].expand_as(weight), *more)
 
 
 CASES = (
@@ -197,6 +213,16 @@ CASES = (
     Case("fp32-bias", (*_args(1, 32, 5, 6, 24), T((24,), dtype=torch.float32)), ("small", "mixed")),
     Case("one-pixel", (*_args(3, 32, 1, 1, 24), _B), ("small", "odd")),
     Case("empty", (*_args(0, 32, 4, 4, 24), _B), ("small", "empty")),
+    # Weights with gaps between the outputs, or with one output many times.
+    Case("every-second-output", (*_args(1, 16, 4, 5, 48), _B), ("small", "strided"), packed=_every_second),
+    Case("every-second-of-few", (*_args(1, 16, 4, 5, 6), T((3,))), ("small", "strided"), packed=_every_second),
+    Case("some-channels", (*_args(1, 24, 4, 5, 40, 1), T((40,))), ("small", "strided"), packed=_some_channels),
+    Case("some-channels-of-few", (*_args(1, 24, 4, 5, 3, 1), T((3,))), ("small", "strided"), packed=_some_channels),
+    Case("one-output", (*_args(1, 16, 4, 5, 24), _B), ("small", "strided"), packed=_one_output),
+    *(
+        Case(f"vae-{name}", (*_args(1, 128, 200, 256, K), T((128,))), ("real",), packed=packed)
+        for name, K, packed in (("every-second", 256, _every_second), ("one-output", 128, _one_output))
+    ),
     *(
         Case(
             f"vae-{layer.C}-{layer.K}-{layer.R}x{layer.R}-{512 // layer.scale}",
@@ -242,11 +268,12 @@ def conv2d(
         conv2d.ran[name] += 1
     if name == "plain":
         made = conv2d.unchecked(x, weight, bias, residual, activation, out=out)
-        return made if out is not None else made.contiguous(memory_format=torch.channels_last)
+        return made if out is not None else _as_allocated(made)
     if name == "library":
         made = F.conv2d(_conv.dense(x), weight, padding=weight.shape[-1] // 2)
         if bias is None and residual is None and activation == "none":
-            return made if out is None else out.copy_(made)
+            return _as_allocated(made) if out is None else out.copy_(made)
+        made = _as_allocated(made)
         return _conv_epilogue.epilogue(made, bias, residual, activation, made if out is None else out)
     y = _conv.channels_last(x, (x.shape[0], weight.shape[0], *x.shape[2:])) if out is None else out
     conv2d.ran[_own(name, x, weight, bias, residual, activation, y)] += 1

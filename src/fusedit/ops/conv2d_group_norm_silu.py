@@ -171,6 +171,11 @@ def _onto_x(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.full_like(x, float("nan")), x
 
 
+def _every_second(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, groups: int, bias: Tensor, residual: Tensor) -> Any:
+    weight = weight.contiguous(memory_format=torch.channels_last)[::2]
+    return x, weight, a[::2], b[::2], groups, bias[::2], residual[:, ::2]
+
+
 CASES = (
     Case("small", _args(2, 64, 4, 6, 64, 4), alias=_onto),
     Case("more-outputs", _args(2, 32, 4, 6, 48, 4), alias=_onto_the_residual),
@@ -180,6 +185,7 @@ CASES = (
     Case("odd-channels", (*_args(2, 45, 7, 5, 30, 3)[:5], T((30,), "gapped")), ("small", "odd")),
     Case("nchw", _args(2, 32, 4, 6, 32, 4, 3, "dense"), ("small", "strided"), alias=_onto),
     Case("transposed", _args(2, 32, 4, 6, 32, 2, 3, "transposed"), ("small", "strided")),
+    Case("every-second-output", _args(1, 32, 4, 6, 64, 2), ("small", "strided"), packed=_every_second),
     Case("offset", _args(1, 32, 4, 6, 32, 2, 3, "offset"), ("small", "strided")),
     Case("one-pixel", _args(3, 32, 1, 1, 32, 2), ("small", "odd")),
     Case("empty-batch", _args(0, 32, 4, 4, 32, 8), ("small", "empty")),

@@ -128,6 +128,11 @@ def _args(N: int, C: int, H: int, W: int, groups: int, K: int = 3, R: int = 3, l
     return (*norm, T((K, C, R, R), std=(R * R * C) ** -0.5), T((K,)))
 
 
+def _every_second(*args: Any) -> Any:
+    *norm, weight, bias = args
+    return (*norm, weight.contiguous(memory_format=torch.channels_last)[::2], bias[::2])
+
+
 CASES = (
     Case("small", _args(2, 32, 5, 7, 4)),
     Case("one-by-one", _args(1, 64, 3, 5, 8, 20, 1)),
@@ -137,6 +142,7 @@ CASES = (
     Case("odd", _args(3, 30, 7, 1, 3, 2), ("small", "odd")),
     Case("nchw", _args(1, 32, 4, 5, 4, layout="dense"), ("small", "strided")),
     Case("transposed", _args(2, 32, 4, 5, 4, layout="transposed"), ("small", "strided")),
+    Case("every-second-output", _args(1, 32, 4, 5, 4, 6), ("small", "strided"), packed=_every_second),
     Case("empty", _args(0, 32, 4, 5, 4), ("small", "empty")),
     Case(
         "vae-128x1024",

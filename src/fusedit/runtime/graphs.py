@@ -27,6 +27,8 @@ CAPACITY: Final = 4
 HOST_SHARE: Final = 0.8
 """A step is host-bound where launching it takes more than this share of its time on the GPU. That time ends behind the
 launching, so 1 is never reached, however slow the host is."""
+HOST_SHARE_OF_ONE_CALL: Final = 0.95
+"""The same for what runs once a picture, and whose graph would hold much memory: the GPU waits nearly all the time."""
 
 Tensors = tuple[torch.Tensor, ...]
 Body = Callable[[Tensors], torch.Tensor]
@@ -50,15 +52,26 @@ def state_of(module: nn.Module) -> Hashable:
         elif isinstance(child, nn.Dropout) and child.p > 0:
             settings.append(child.training)
         stack += [c for c in space["_modules"].values() if c is not None]
-    flags: Any = torch.backends.cuda
-    backends = (
-        flags.cudnn_sdp_enabled(),
-        flags.flash_sdp_enabled(),
-        flags.mem_efficient_sdp_enabled(),
-        flags.matmul.allow_tf32,
+    return tuple(places), tuple(settings), _backends()
+
+
+def _backends() -> Hashable:
+    """Every switch of torch by which its libraries would compute otherwise."""
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    return (
+        cuda.cudnn_sdp_enabled(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.matmul.fp32_precision,  # allow_tf32 cannot be read once this was set
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cudnn.conv.fp32_precision,
+        cudnn.enabled,
+        cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )
-    return tuple(places), tuple(settings), backends
 
 
 def _adapter_state(space: dict[str, Any]) -> Hashable:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compilations import compilations, variants
+from benchmarks.compilations import compilations, kernels, variants
 from fusedit import ops
 
 triton = pytest.importorskip("triton")
@@ -28,6 +28,12 @@ def test_compiled_once_then_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert (first.compiled, first.loaded) == (1, 0)
     assert (second.compiled, second.loaded) == (0, 1)
     assert triton.knobs.compilation.listener is before
+
+
+def test_kernels_of_every_module() -> None:
+    """Those of an op's own file, those that ops share, and those in Gluon."""
+    names = {f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}" for kernel in kernels()}
+    assert {"swiglu._kernel", "_group_norm._statistics", "_conv_hopper_kernel.conv", "_conv_epilogue._kernel"} <= names
 
 
 def test_no_variant_without_a_gpu() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusedit.models._sum import Sum
 from fusedit.models._vae import VaeModel
 from fusedit.models.autoencoder_kl import AutoencoderKL
 
@@ -113,7 +114,7 @@ def test_a_red_check_exits_with_one_and_shows_no_speedup(shell: Any, what: str) 
 
 def test_nan_is_red(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = AutoencoderKL.last
-    spoilt = lambda self, m, s: right(self, m, s)._replace(x=s.x[:, :3] * float("nan"))  # noqa: E731
+    spoilt = lambda self, m, s: Sum(right(self, m, s).x * float("nan"))  # noqa: E731
     monkeypatch.setattr(AutoencoderKL, "last", spoilt)
     told = shell.json("layout", "--what", "decode", *FAST, code=1)
     assert told["passes"][0]["check"]["errors"]["fused"] == "nan"

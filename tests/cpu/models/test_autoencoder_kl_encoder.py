@@ -100,6 +100,9 @@ def test_lora_on_the_encoder_takes_effect() -> None:
         LoraConfig(r=2, target_modules=["conv", "conv2", "conv_shortcut", "to_q"], init_lora_weights=False), pipe.vae
     )
     fused = pipe.vae.encode(x).latent_dist.mean
+    site = next(site for site in handle.report().rewritten if site.site == "vae_encoder.conv2d")
+    layers = [m for m in pipe.vae.encoder.modules() if type(m).__module__.startswith("peft.")]
+    assert site.stock == sum(isinstance(layer.base_layer, nn.Conv2d) for layer in layers)  # each called once
     with handle.paused():
         assert relative(fused, pipe.vae.encode(x).latent_dist.mean) < CLOSE
     assert relative(fused, plain) > 1e-3

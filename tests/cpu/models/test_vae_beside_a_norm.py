@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support.pipes import relative
+from torch import nn
 
 from fusedit import ops
-from fusedit.models._vae import Sum
+from fusedit.models._sum import Sum
 from fusedit.models.autoencoder_kl import AutoencoderKL
 from fusedit.models.autoencoder_kl_encoder import AutoencoderKLEncoder
 from fusedit.ops._op import Backend
@@ -41,15 +42,51 @@ def modules(model: Any, **changes: Any) -> tuple[Any, Counters, Any]:
 @torch.no_grad()
 @pytest.mark.parametrize("model", list(SHAPES))
 def test_agrees_with_stock(model: Any, backend: str) -> None:
+    del backend
     module, counters, fused = modules(model)
     x = torch.randn(SHAPES[model])
     given = x.clone()
     truth = module(x)
     assert relative(fused.forward(x), truth) < 5e-6
     assert torch.equal(x, given)
-    joined, alone = counters.fused[f"{model.name}.residual_norm"], counters.fused[f"{model.name}.group_norm_silu"]
-    assert joined > alone if backend == "hopper" else joined < alone
-    assert counters.fused[f"{model.name}.conv2d"] > joined
+    convolutions = sum(isinstance(layer, nn.Conv2d) for layer in module.modules())
+    others = 3 if model is AutoencoderKL else 2  # behind doublings and the last one; the halvings' are torch's
+    assert counters.fused[f"{model.name}.conv2d"] == convolutions - others
+    assert all(counters.fused[f"{model.name}.{norm}"] for norm in ("group_norm_silu", "residual_norm"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", list(SHAPES))
+def test_who_takes_a_convolution_along(model: Any, backend: str) -> None:
+    """A norm behind a residual always; another one only where the convolution is ours."""
+    _, _, fused = modules(model)
+    residuals: dict[str, list[bool]] = {}
+    for name, join in fused.joins.items():
+
+        def counted(*args: Any, name: str = name, join: Any = join, **kwargs: Any) -> Any:
+            residuals.setdefault(name, []).append(args[6] is not None)
+            return join(*args, **kwargs)
+
+        fused.joins[name] = counted
+    fused.forward(torch.randn(SHAPES[model]))
+    assert set(residuals.pop(f"{model.name}.residual_norm")) == {True}
+    assert {name: set(found) for name, found in residuals.items()} == (
+        {f"{model.name}.group_norm_silu": {False}} if backend == "hopper" else {}
+    )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", list(SHAPES))
+def test_getting_ready_counts_nothing_and_changes_nothing(model: Any, backend: str) -> None:
+    del backend
+    module, counters, fused = modules(model)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    for dtype in (torch.float32, torch.bfloat16):
+        fused.rare(torch.randn(SHAPES[model]).to(dtype))
+        module.bfloat16()
+    assert not counters.fused
+    assert not counters.stock
+    assert all(torch.equal(value.bfloat16(), module.state_dict()[name]) for name, value in before.items())
 
 
 @torch.no_grad()
@@ -68,10 +105,14 @@ def test_no_pictures(model: Any, backend: str) -> None:
 @pytest.mark.parametrize("model", list(SHAPES))
 def test_agrees_with_a_rewrite_off(model: Any, off: str, backend: str) -> None:
     del backend
-    module, counters, fused = modules(model, **{f"{model.name}.{off}": False})
+    name = f"{model.name}.{off}"
+    (_, whole, everything), (module, counters, fused) = modules(model), modules(model, **{name: False})
     x = torch.randn(SHAPES[model])
+    everything.forward(x)
     assert relative(fused.forward(x), module(x)) < 5e-6
-    assert not counters.fused[f"{model.name}.{off}"]
+    assert not counters.fused[name]
+    if off == "group_norm_silu":  # the others go on as ever
+        assert counters.fused == {key: count for key, count in whole.fused.items() if key != name}
 
 
 @torch.no_grad()

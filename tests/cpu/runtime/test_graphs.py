@@ -286,6 +286,27 @@ def test_weights_that_move_drop_every_graph_and_the_next_step_runs_eagerly(
     assert steps.graphs.report().entries == 2
 
 
+@pytest.mark.parametrize(
+    ("switches", "name", "value"),
+    [
+        (torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+        (torch.backends.cudnn, "deterministic", True),
+        (torch.backends.cudnn, "enabled", False),
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+        (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    ],
+)
+def test_a_switch_of_torch_is_another_state(switches: Any, name: str, value: object) -> None:
+    module = nn.Linear(4, 3)
+    before, former = state_of(module), getattr(switches, name)
+    setattr(switches, name, value)
+    try:
+        assert state_of(module) != before
+    finally:
+        setattr(switches, name, former)
+    assert state_of(module) == before
+
+
 def test_another_size_at_the_same_address_is_another_state() -> None:
     """As when an adapter of a lower rank gets the memory of the one before."""
     memory = torch.randn(12)

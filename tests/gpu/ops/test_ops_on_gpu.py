@@ -152,15 +152,6 @@ def test_a_convolution_beside_a_residual_is_ours() -> None:
         ops.conv2d(x.float(), weight.float(), algorithm="own")
 
 
-@pytest.mark.parametrize("which", ["small", "alone", "vae-alone-128x512", "vae-odd"])
-def test_a_norm_in_the_place_of_its_sum(which: str) -> None:
-    args, kwargs = small("conv2d_group_norm_silu", which=which)
-    _, expected = ops.conv2d_group_norm_silu(*args, **kwargs)
-    t = torch.full_like(expected, float("nan"))
-    ops.conv2d_group_norm_silu(*args, **kwargs, out=(t, t))
-    assert torch.equal(t, expected)
-
-
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
