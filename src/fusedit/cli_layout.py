@@ -20,6 +20,7 @@ WHAT: Final = ("decode", "encode", "both")
 MOST_SECONDS: Final = 600
 MOST_PIXELS: Final = 8192
 """Of a side: four times what the models draw, and minutes a picture on a CPU."""
+MOST_PICTURES: Final = 64
 ALIKE: Final = 0.03
 """Times that differ by less than this share count as the same in a sentence."""
 
@@ -44,8 +45,8 @@ def run_layout(
     asked = parse_size(size) if size is not None else None
     if asked is not None and max(asked) > MOST_PIXELS:
         raise ArgumentError(f"size {asked} has a side of {max(asked)}; give at most {MOST_PIXELS}")
-    if batch < 1:
-        raise ArgumentError(f"batch is {batch}; give 1 or more")
+    if not 1 <= batch <= MOST_PICTURES:
+        raise ArgumentError(f"batch is {batch}; give 1 to {MOST_PICTURES}")
     if not math.isfinite(seconds) or not 0 < seconds <= MOST_SECONDS:
         raise ArgumentError(f"seconds is {seconds:g}; give more than 0 and at most {MOST_SECONDS}")
     if dtype is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from fusedit.models import FusedModel
 from fusedit.plan import Plan
@@ -101,6 +102,8 @@ class Session:
             or any(parameter.requires_grad for parameter in self.module.parameters())
         ):
             return "gradients are needed (call under torch.no_grad to use the fused forward)"
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            return "inside a function transform (vmap, jvp)"
         parameter = next(self.module.parameters())
         if parameter.dtype == torch.float64:
             return "float64"

@@ -6,12 +6,13 @@ import copy
 import gc
 import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from diffusers import FluxImg2ImgPipeline, FluxPipeline
-from support.pipes import flux_call, flux_inputs, flux_pipe, parameters_of, relative
+from support.pipes import flux_call, flux_inputs, flux_pipe, parameters_of, relative, tiny_vae
 from support.runs import FLUX, Z_IMAGE, reasons
 from torch import nn
 
@@ -530,6 +531,39 @@ def test_compiling_after_accelerate_runs_stock_and_is_counted() -> None:
     assert fused_calls(handle) == 0
     assert any("was compiled after accelerate()" in note for note in handle.report().notes)
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["compiled", "exported", "exported strictly"])
+def test_a_graph_of_an_accelerated_module_is_one_of_stock(how: str) -> None:
+    """Without a graph break, so that nothing of the fused forward is compiled piece by piece."""
+    pipe, x = flux_pipe(), torch.randn(1, 4, 5, 7)
+    decoder = pipe.vae.decoder
+    stock = decoder(x)
+    fusedit.accelerate(pipe)
+    if how == "compiled":
+        made = torch.compile(decoder, backend="eager", fullgraph=True)(x)
+    else:
+        made = torch.export.export(decoder, (x,), strict=how.endswith("strictly")).module()(x)
+    assert torch.equal(made, stock)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in jvp
+@torch.no_grad()
+def test_function_transforms_run_stock_and_say_why() -> None:
+    pipe, x = flux_pipe(), torch.randn(2, 4, 5, 7)
+    pipe.vae = tiny_vae(mid_block_add_attention=False)  # torch has neither for attention on a CPU
+    decoder = pipe.vae.decoder.requires_grad_(False)
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.func.vmap(lambda one: decoder(one[None])[0])(x),
+        lambda: torch.func.jvp(decoder, (x,), (torch.ones_like(x),)),
+    ]
+    stock = [call() for call in calls]
+    handle = fusedit.accelerate(pipe)
+    torch.testing.assert_close([call() for call in calls], stock, rtol=1e-4, atol=1e-4)
+    reasons = handle.report().to_dict()
+    assert "inside a function transform (vmap, jvp)" in str(reasons)
 
 
 def test_what_is_no_supported_pipeline_gets_one_sentence() -> None:

@@ -70,9 +70,13 @@ class VaeModel(FusedModel):
         sample = args[0] if args else kwargs.get("sample")
         if not isinstance(sample, Tensor) or sample.ndim != 4:
             return f"the input has {getattr(sample, 'ndim', 'no')} dimensions, not 4"
-        dtype = getattr(m.conv_in, "base_layer", m.conv_in).weight.dtype
-        if sample.dtype != dtype:
-            return f"the input is {_named(sample.dtype)}, the weights are {_named(dtype)}"
+        weight = getattr(m.conv_in, "base_layer", m.conv_in).weight
+        if sample.dtype != weight.dtype:
+            return f"the input is {_named(sample.dtype)}, the weights are {_named(weight.dtype)}"
+        if sample.device != weight.device:
+            return f"the input is on {sample.device}, the weights are on {weight.device}"
+        if sample.shape[1] != weight.shape[1]:
+            return f"the input has {sample.shape[1]} channels, not {weight.shape[1]}"
         from diffusers.models.attention_processor import AttnProcessor2_0
 
         for attn in m.mid_block.attentions:
@@ -333,6 +337,8 @@ def shared_reason(module: Any, blocks: Any, kind: str) -> str | None:
     for block in blocks:
         if type(block).__name__ != kind:
             return f"{'up' if kind.startswith('Up') else 'down'} block {type(block).__name__}"
+    if not all(len(block.resnets) for block in blocks):
+        return "a block without residual blocks"
     for resnet in (*module.mid_block.resnets, *(resnet for block in blocks for resnet in block.resnets)):
         reason = block_reason(resnet)
         if reason is not None:

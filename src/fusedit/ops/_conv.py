@@ -42,7 +42,11 @@ def check(
     if R not in sizes or weight.shape[3] != R:
         taps = " or ".join(f"{r} x {r}" for r in sizes)
         raise OpError(f"{op}: weight must have {taps} taps, not {_check.show(weight)}")
-    _check.like(op, "weight", weight, x, (K, x.shape[1], R, R))
+    if weight.shape[1] != x.shape[1] or weight.dtype is not x.dtype or weight.device != x.device:
+        raise OpError(
+            f"{op}: x and weight must have one dtype, device and number of channels, not x "
+            f"{_check.show(x)} and weight {_check.show(weight)}"
+        )
     shape = (x.shape[0], K, *x.shape[2:])
     check_epilogue(op, x, K, bias, residual, shape, activation)
     return shape

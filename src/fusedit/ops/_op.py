@@ -229,6 +229,8 @@ class Op(Generic[P, R]):
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
         x, shapes, outs = self._settle(args, kwargs, out)
+        if any(map(_negated, args)) or any(map(_negated, kwargs.values())):
+            args, kwargs = _resolved(args), {name: _resolved(value) for name, value in kwargs.items()}
         for shape in shapes:
             if 0 in shape:
                 return out if out is not None else self._pack([self._allocate(x, shape) for shape in shapes])
@@ -329,6 +331,20 @@ class Op(Generic[P, R]):
 _ORDINARY: Final = (Tensor, torch.nn.Parameter)
 _dispatch_stack: Final = torch._C._len_torch_dispatch_stack
 _ON_CPU: Final = Backend("plain", "no kernels for device type cpu")
+
+
+def _negated(value: Any) -> bool:
+    """Whether a sign is in a flag of a view, which kernels do not read."""
+    if isinstance(value, Tensor):
+        return value.is_neg()
+    return isinstance(value, list | tuple) and any(map(_negated, value))
+
+
+def _resolved(value: Any) -> Any:
+    """With every sign written out."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_resolved, value))
+    return value.resolve_neg() if isinstance(value, Tensor) else value
 
 
 def _empty(x: Tensor, shape: Sequence[int]) -> Tensor:

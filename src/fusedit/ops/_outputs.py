@@ -36,6 +36,8 @@ def check(
         _check.like(op, name, target, x, shape)
         if target.requires_grad and torch.is_grad_enabled():
             raise OpError(f"{op}: {name} requires a gradient; call it under torch.no_grad()")
+        if target.is_neg():
+            raise OpError(f"{op}: {name} is a negated view, which kernels cannot write; give another tensor")
         if not target.is_contiguous() and _check.self_overlap(target):
             raise OpError(f"{op}: {name} has several indices for one element (strides {target.stride()})")
         for index, source in enumerate(inputs):

@@ -41,6 +41,9 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    if not x.numel():
+        y = x.new_empty((x.shape[0], weight.shape[0], 2 * x.shape[2], 2 * x.shape[3]))
+        return y if out is None else out
     # In half precision the sums would be rounded once more; on a small picture they take longer than they save.
     if x.dtype in (torch.bfloat16, torch.float16) or x.shape[2] * x.shape[3] < _SMALL:
         y = F.conv2d(F.interpolate(x, scale_factor=2.0, mode="nearest"), weight, bias, padding=1)

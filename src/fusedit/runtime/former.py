@@ -1,4 +1,4 @@
-"""The storage that a parameter had before it was packed or relaid: given back where somebody still holds it.
+"""The storage that a parameter had before it was packed: given back where somebody still holds it.
 
 Two pipelines may share weights by storage (`load_state_dict(assign=True)`), which no parameter shows: a storage's use
 count is no sign, a tensor from a safetensors file shows one user more than it has. So the storage is remembered weakly,
@@ -26,13 +26,13 @@ class _Former:
         self.weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         _AT[self.weak.cdata] = self
 
-    def like(self, t: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor | None:
-        """The storage as a tensor of t's shape and dtype, or None where it is gone or of another size."""
+    def like(self, t: torch.Tensor) -> torch.Tensor | None:
+        """The storage as a tensor of t's shape, strides and dtype, or None where it is gone or of another size."""
         revive: Any = torch.UntypedStorage._new_with_weak_ptr
         storage = revive(self.weak.cdata)
         if storage is None or storage.device != t.device or storage.nbytes() != t.numel() * t.element_size():
             return None
-        return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, strides)
+        return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
 
 
 _AT: weakref.WeakValueDictionary[int, _Former] = weakref.WeakValueDictionary()  # by the storage's address
@@ -51,18 +51,14 @@ def forget(t: torch.Tensor) -> None:
     _OF.pop(t, None)  # type: ignore[no-untyped-call]
 
 
-def give_back(t: torch.Tensor, form: torch.memory_format = torch.preserve_format) -> None:
-    """Move T out of where it was put: into its former storage where that lives with the same bits, else a new one.
-
-    With its strides of this moment, or contiguous.
-    """
+def give_back(t: torch.Tensor) -> None:
+    """Move T out of where it was put: into its former storage where that lives with the same bits, else a new one."""
     former: _Former | None = _OF.pop(t, None)  # type: ignore[no-untyped-call]
-    strides = () if form is torch.contiguous_format else t.stride()  # no strides are those of a contiguous tensor
-    old = None if former is None else former.like(t, strides)
+    old = None if former is None else former.like(t)
     if old is not None and torch.equal(_bits(old), _bits(t.data)):
         t.data = old
         return
-    t.data = t.data.clone(memory_format=form)
+    t.data = t.data.clone()
     if former is not None and old is None:  # others that shared the former storage were put elsewhere too: they follow
         former.follow(t.data.untyped_storage())
 

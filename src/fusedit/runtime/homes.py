@@ -74,7 +74,7 @@ def _go_back(t: torch.Tensor, home: Home) -> None:
     if moved:  # by `.to()`, which keeps strides: stock would share nothing any more either
         former.forget(t)
     if home.relaid and lies_channels_last(t):
-        former.give_back(t, torch.contiguous_format)
+        t.data = t.data.contiguous()
     elif not home.relaid and not moved:
         former.give_back(t)
     else:

@@ -11,7 +11,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType, MethodType
+from types import CodeType, FrameType, MethodType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -71,7 +71,7 @@ def _stock_forward(module: nn.Module) -> MethodType:
 
 
 class FusedForward:
-    """Callable that stands where the stock forward of one module stood; copies and pickles as the stock forward."""
+    """Callable that stands where the stock forward of a module stood; in deep copies and pickles the stock one is."""
 
     # Slots, no __dict__: functools.update_wrapper, which hook libraries use, would copy the latter into theirs.
     __slots__ = ("__weakref__", "bound", "module", "sessions", "wrapped")
@@ -92,9 +92,16 @@ class FusedForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.stock)
 
+    @property
+    def __code__(self) -> CodeType:  # torch.export asks for it
+        return self.stock.__func__.__code__
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.stock(*args, **kwargs)
+            # Not self.stock: dynamo cannot trace the making of a method.
+            return (
+                self.bound(*args, **kwargs) if self.wrapped else type(self.module).forward(self.module, *args, **kwargs)
+            )
         if not self.sessions:
             return self.as_stock(*args, **kwargs)
         caller = calling_pipeline()

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusedit.runtime import former
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.homes import HOMES, MOVING, Home, lies_channels_last, sole_owner, storage_of, unpack
 
@@ -87,7 +86,6 @@ def _lay(module: nn.Module, weights: list[torch.Tensor], counters: Counters, off
             made[w] = copy
     _settle(made.values())
     for w, copy in made.items():
-        former.remember(w)
         w.data = copy
         HOMES[w] = Home(storage_of(w), relaid=True)
         _LAID.setdefault(module, WeakIdKeyDictionary())[w] = True
@@ -99,12 +97,22 @@ def _copied(w: torch.Tensor, *, shared: bool) -> torch.Tensor | str:
     """The weight in channels_last, or why it cannot be had."""
     if w.is_inference():
         return "weights loaded under inference_mode"
-    if shared or not sole_owner(w):
+    if shared or not sole_owner(w) or _held_by_others(w):
         return "a weight shares its storage with another tensor"
     try:
         return w.detach().contiguous(memory_format=torch.channels_last)
     except torch.OutOfMemoryError:
         return "out of memory"
+
+
+def _held_by_others(w: torch.Tensor) -> bool:
+    """Whether another tensor has the storage, say of a `state_dict()` that somebody keeps: its edits have to reach the
+    weight. What safetensors has just read shows one user too many, on a CPU, where nothing is laid."""
+    return _users(w) > _users(torch.empty(1))
+
+
+def _users(t: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(t.untyped_storage()._cdata))
 
 
 def _weights(module: nn.Module) -> list[torch.Tensor]:

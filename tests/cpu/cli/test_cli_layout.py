@@ -148,7 +148,8 @@ def test_random_flux_says_that_its_weights_are_random(shell: Any, monkeypatch: p
         (("--size", "0x16"), ("0",)),
         (("--size", "100000x100000"), ("size 100000x100000 has a side of 100000", "at most 8192")),
         (("--size", "16x8208"), ("a side of 8208", "at most 8192")),
-        (("--batch", "0"), ("batch is 0", "1 or more")),
+        (("--batch", "0"), ("batch is 0", "give 1 to 64")),
+        (("--batch", "99999999999999999999"), ("batch is 99999999999999999999", "give 1 to 64")),
         (("--seconds", "0"), ("seconds is 0", "more than 0")),
         (("--seconds", "nan"), ("seconds is nan",)),
         (("--what", "train"), ("train", "decode, encode, both")),
@@ -198,7 +199,7 @@ def _make(folder: Any, model: Any) -> None:
 
 def test_json_errors(shell: Any) -> None:
     told = shell.json("layout", "--batch", "-1", code=2)
-    assert told == {"error": {"type": "ArgumentError", "message": "batch is -1; give 1 or more"}}
+    assert told == {"error": {"type": "ArgumentError", "message": "batch is -1; give 1 to 64"}}
 
 
 def test_help_needs_no_torch() -> None:

@@ -121,6 +121,12 @@ def test_encoders_that_are_refused() -> None:
     assert AutoencoderKLEncoder.refuse(AutoencoderKLEncoder.tiny()) is None
 
 
+def test_blocks_without_a_layer_are_refused_by_name() -> None:
+    pipe = pipe_with(tiny_vae(layers_per_block=0))
+    handle = fusedit.accelerate(pipe)
+    assert "a block without residual blocks" in str(handle.report())
+
+
 @torch.no_grad()
 def test_text_to_image_never_asks_for_the_encoder() -> None:
     pipe = pipe_with(tiny_vae())

@@ -306,14 +306,19 @@ def test_another_dtype_and_back(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_weights_held_elsewhere_are_shared_again(pipe: Any, inference: bool) -> None:
+def test_weights_held_elsewhere_stay_where_they_are_and_edits_take_effect(pipe: Any, inference: bool) -> None:
     held = pipe.vae.state_dict()
     mode: AbstractContextManager[Any] = torch.inference_mode() if inference else nullcontext()
+    handle = fusedit.accelerate(pipe)
     with mode:
-        handle = fusedit.accelerate(pipe)
-        run(pipe)
-        assert laid(pipe.vae.decoder)
-        handle.restore()
+        before = run(pipe)
+        assert not laid(pipe.vae.decoder)
+        assert any("shares its storage with another tensor" in note for note in handle.report().notes)
+    held["decoder.conv_in.weight"].mul_(3)
+    fused = run(pipe)
+    handle.restore()
+    assert relative(fused, before) > 1e-3
+    assert relative(fused, run(pipe)) < CLOSE
     assert all(p.data_ptr() == held[name].data_ptr() for name, p in pipe.vae.named_parameters())
     assert not any(p.is_inference() for p in pipe.vae.parameters())
 

@@ -7,6 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from fusedit import ops
 from fusedit.ops import _hopper, _triton
 from fusedit.ops._op import Backend
-from fusedit.ops._verify import double, error, verify
+from fusedit.ops._verify import as_list, double, error, verify
 
 
 def main() -> None:
@@ -38,6 +39,8 @@ def main() -> None:
             op.ran.clear()
             wrong = verify(op, case, dtype)
             found[f"{op.name}/{case.name}/{str(dtype)[6:]}"] = {"wrong": wrong, "ran": dict(op.ran)}
+    for op in list(ops.registry().values())[share::of]:
+        found[f"{op.name}/negated"] = negated(op)
     if share == 0:
         found["upsample_conv2d/folded"] = folded()
         found["group_norm_silu/large-mean"] = large_mean()
@@ -47,6 +50,20 @@ def main() -> None:
                 for out in OUTS:
                     found[f"{name}/out-{out}/{str(dtype)[6:]}"] = into(name, dtype, out)
     print(json.dumps(found))
+
+
+def negated(op: Any) -> dict[str, bool]:
+    """An op of views that have their sign in a flag, and of the same values without."""
+    args, kwargs = next(case for case in op.cases if "small" in case.tags).build(torch.float32)
+
+    def view(arg: Any) -> Any:
+        if isinstance(arg, list):
+            return [view(item) for item in arg]
+        return torch._neg_view(-arg) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
+
+    views = [view(arg) for arg in args]
+    pairs = zip(as_list(op(*views, **kwargs)), as_list(op(*args, **kwargs)), strict=True)
+    return {"same": all(torch.equal(a, b) for a, b in pairs)}
 
 
 def folded() -> dict[str, bool]:

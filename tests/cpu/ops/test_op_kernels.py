@@ -57,6 +57,11 @@ for dtype in (torch.bfloat16, torch.float16):
     assert said == ["plain|triton's interpreter cannot multiply bfloat16", "triton|"]
 
 
+@pytest.mark.parametrize("name", sorted(ops.registry()))
+def test_negated_views_have_their_sign(interpreted: dict[str, Any], name: str) -> None:
+    assert interpreted[f"{name}/negated"]["same"]
+
+
 def test_sums_of_taps_are_those_of_plain_torch(interpreted: dict[str, Any]) -> None:
     assert interpreted["upsample_conv2d/folded"] == {"dense": True, "last": True}
 
