@@ -97,30 +97,28 @@ class VaeModel(FusedModel):
     def run(self, sample: Tensor) -> Tensor:
         """All stages, on channels_last memory, in float32 where the sample is float16; the result in the sample's
         dtype and dense NCHW (stock's is channels_last on a CPU where there are several pictures)."""
-        m, half = self.module, sample.dtype == torch.float16
-        if half:
+        if sample.dtype == torch.float16:
             self.counters.event(widened.WIDENED)
-
-        def step(tensors: tuple[Tensor, ...]) -> Tensor:
-            (x,) = tensors
-            if self.plan.enabled(f"{self.name}.channels_last"):
-                self.counters.ran(f"{self.name}.channels_last")
-                self.counters.event(CONVERSIONS)
-                x = ops.nchw_to_nhwc(x)
-            held = [Sum(x.float() if half else x)]
-            for _, stage in self.stages():
-                held.append(stage(held.pop()))  # a name for what goes in would keep it until the stage is over
-            y = held.pop().x
-            if not y.is_contiguous():
-                self.counters.event(CONVERSIONS)
-                y = ops.nhwc_to_nchw(y)
-            return y.to(sample.dtype)
-
-        self.make_ready(sample)
-        offloaded = offload_hook(m)
+        offloaded = offload_hook(self.module)
         self._lay_weights(sample, offloaded)  # not in a step: a graph takes the weights for granted where they lie
+        self.make_ready(sample)
         refused = "weights move between calls (offload)" if offloaded else ""
-        return self.graphs.run((), m, (sample,), step, refused)
+        return self.graphs.run((), self.module, (sample,), self._step, refused)
+
+    def _step(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        x = sample = tensors[0]
+        if self.plan.enabled(f"{self.name}.channels_last"):
+            self.counters.ran(f"{self.name}.channels_last")
+            self.counters.event(CONVERSIONS)
+            x = ops.nchw_to_nhwc(x)
+        held = [Sum(x.float() if x.dtype == torch.float16 else x)]
+        for _, stage in self.stages():
+            held.append(stage(held.pop()))  # a name for what goes in would keep it until the stage is over
+        y = held.pop().x
+        if not y.is_contiguous():
+            self.counters.event(CONVERSIONS)
+            y = ops.nhwc_to_nchw(y)
+        return y.to(sample.dtype)
 
     def _lay_weights(self, sample: Tensor, offloaded: bool) -> None:
         """On a GPU weights lie as the pictures do that they are convolved with, elsewhere as stock has them."""
@@ -131,14 +129,12 @@ class VaeModel(FusedModel):
         relaid.lay(self.module, sample.device, dtype, self.counters, offloaded=offloaded)
 
     def rare(self, x: Tensor) -> None:
-        """Both ways that a convolution may take, which the size of a picture decides. A small one is the library's."""
-        dtype, m = torch.float32 if x.dtype == torch.float16 else x.dtype, self.module
-        side = 2 << len(getattr(m, "down_blocks", ()))
-        small = x.new_zeros((1, x.shape[1], side, side), dtype=dtype)
-        s = Sum(small.contiguous(memory_format=torch.channels_last))
-        for _, stage in type(self)(m, self.plan, Counters()).stages():
-            s = stage(s)
-        if dtype == torch.float32:
+        """What a picture's size decides: whether rows end on 16 bytes, and who convolves; small ones the library."""
+        other = type(self)(self.module, self.plan, Counters())
+        for side in (8, 3):  # of the latents
+            side = self.side(side)
+            other._step((x.new_zeros((1, x.shape[1], side, side)),))
+        if x.dtype in (torch.float16, torch.float32):  # both are computed in float32, which is the library's
             return
         h = x.new_zeros((1, 128, 16, 16)).contiguous(memory_format=torch.channels_last)
         weight = x.new_zeros((128, 128, 3, 3))
@@ -147,6 +143,10 @@ class VaeModel(FusedModel):
                 ops.conv2d(h, weight, bias, h, "none", "own")
             except OpError:  # none of ours runs here
                 return
+
+    def side(self, latents: int) -> int:
+        """The input's side where that of the latents is this."""
+        return latents
 
     def unpack(self) -> None:
         relaid.put_back(self.module)

@@ -55,6 +55,11 @@ class AutoencoderKLEncoder(VaeModel):
             return "a downsampler that is not a convolution with stride 2"
         return reason
 
+    def side(self, latents: int) -> int:
+        m: Any = self.module
+        halvings = sum(len(block.downsamplers or ()) for block in m.down_blocks)
+        return (latents << halvings) + latents % 2  # an odd side of an odd one
+
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
         """Pictures [N, C, H, W] -> moments of the latents; see diffusers' Encoder.forward."""
         return self.run(sample)
