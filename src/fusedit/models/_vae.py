@@ -161,11 +161,12 @@ class VaeModel(FusedModel):
         return weight, bias
 
     def called(self, layer: Any, x: Tensor) -> Tensor:
-        """A LoRA layer in the place of a convolution, as the module that it is."""
+        """A LoRA layer in the place of a convolution, as the module that it is; the result in memory of our own, since
+        a hook of the layer may hold or give what it returns, and sums are made in place."""
         if self.plan.enabled(f"{self.name}.conv2d"):
             self.counters.fell_back(f"{self.name}.conv2d", no_convolution(layer))
         y: Tensor = layer(x)
-        return y
+        return y.clone()
 
     def conv(self, layer: Any, x: Tensor) -> Sum:
         """A convolution with stride 1; on a GPU its bias is left to the next op."""
@@ -282,6 +283,7 @@ class VaeModel(FusedModel):
         heads = (*n.shape[:2], attn.heads, -1)
         q, k, v = (self.product(layer, n).view(heads) for layer in (attn.to_q, attn.to_k, attn.to_v))
         y = self.product(attn.to_out[0], self.attention(q, k, v).flatten(2))
+        y = y if type(attn.to_out[0]) is nn.Linear else y.clone()  # as in `called`
         return Sum(y.view(s.x.shape[0], *s.x.shape[2:], -1).permute(0, 3, 1, 2), s.bias, s.x)
 
     def product(self, layer: Any, x: Tensor) -> Tensor:

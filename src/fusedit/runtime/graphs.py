@@ -56,7 +56,7 @@ def state_of(module: nn.Module) -> Hashable:
 
 
 def _backends() -> Hashable:
-    """Every switch of torch by which its libraries would compute otherwise."""
+    """The switches of torch by which its libraries would compute otherwise."""
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
     return (
@@ -64,12 +64,17 @@ def _backends() -> Hashable:
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
+        cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        tuple(torch._C._get_sdp_priority_order()),
+        cuda.preferred_blas_library(),
         cuda.matmul.fp32_precision,  # allow_tf32 cannot be read once this was set
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_accumulation,
         cudnn.conv.fp32_precision,
         cudnn.enabled,
         cudnn.deterministic,
+        cudnn.benchmark,
         torch.are_deterministic_algorithms_enabled(),
     )
 

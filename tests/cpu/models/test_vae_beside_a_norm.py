@@ -21,11 +21,16 @@ from fusedit.runtime.counters import Counters
 SHAPES = {AutoencoderKL: (2, 4, 6, 5), AutoencoderKLEncoder: (1, 3, 22, 26)}
 
 
-@pytest.fixture(params=["library", "hopper"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def pretend(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """That pictures lie on a GPU, and who convolves there."""
     monkeypatch.setattr(relaid, "on_gpu", lambda _: True)
     for op in (ops.conv2d, ops.conv2d_group_norm_silu):
-        monkeypatch.setattr(op, "_choose", lambda *_, **__: Backend(request.param, ""))
+        monkeypatch.setattr(op, "_choose", lambda *_, **__: Backend(backend, ""))
+
+
+@pytest.fixture(params=["library", "hopper"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    pretend(monkeypatch, request.param)
     return str(request.param)
 
 
@@ -113,6 +118,33 @@ def test_agrees_with_a_rewrite_off(model: Any, off: str, backend: str) -> None:
     assert not counters.fused[name]
     if off == "group_norm_silu":  # the others go on as ever
         assert counters.fused == {key: count for key, count in whole.fused.items() if key != name}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", [None, "library", "hopper"])
+@pytest.mark.parametrize("model", list(SHAPES))
+def test_what_a_lora_layer_returns_is_never_written_to(
+    model: Any, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hooks run, and may hold the result or give another."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if backend is not None:
+        pretend(monkeypatch, backend)
+    module, _, fused = modules(model)
+    names = ["conv1", "conv2", "conv_shortcut", "conv", "conv_in", "conv_out", "to_q", "to_out.0"]
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=names, init_lora_weights=False), module)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for child in module.modules():
+        if type(child).__module__.startswith("peft.") and hasattr(child, "base_layer"):
+            child.register_forward_hook(lambda _, __, y: kept.append((y, y.clone())))
+            child.base_layer.register_forward_hook(lambda _, __, y: kept.append((y, y.clone())))
+    x = torch.randn(SHAPES[model])
+    truth = module(x)
+    called = len(kept)
+    assert relative(fused.forward(x), truth) < 5e-6
+    assert len(kept) == 2 * called > 0
+    assert all(torch.equal(y, before) for y, before in kept)
 
 
 @torch.no_grad()

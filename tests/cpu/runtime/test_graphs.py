@@ -292,6 +292,8 @@ def test_weights_that_move_drop_every_graph_and_the_next_step_runs_eagerly(
         (torch.backends.cudnn.conv, "fp32_precision", "ieee"),
         (torch.backends.cudnn, "deterministic", True),
         (torch.backends.cudnn, "enabled", False),
+        (torch.backends.cudnn, "benchmark", True),
+        (torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
         (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
         (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
     ],
