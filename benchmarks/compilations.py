@@ -54,6 +54,15 @@ def kernels() -> list[Any]:
     return list({id(v): v for module in modules for v in vars(module).values() if isinstance(v, JITFunction)}.values())
 
 
+def held() -> dict[str, int]:
+    """fusedit's kernels of which this process holds variants, however it came by them, and how many of each."""
+    counts = {
+        f"{kernel.fn.__module__}.{kernel.__name__}": sum(len(kept[0]) for kept in kernel.device_caches.values())
+        for kernel in kernels()
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
 def variants() -> int:
-    """Variants of fusedit's kernels that this process holds, however it came by them."""
-    return sum(len(kept[0]) for kernel in kernels() for kept in kernel.device_caches.values())
+    """All of those together."""
+    return sum(held().values())

@@ -115,13 +115,13 @@ class FusedModel(ABC):
         self._ready: set[tuple[torch.device, torch.dtype]] = set()
 
     def make_ready(self, x: torch.Tensor) -> None:
-        """Launch `rare(x)` once a device and dtype, so that a later LoRA or ControlNet compiles nothing."""
+        """Launch `rare(x)` once a device and dtype, so that a later LoRA, ControlNet or size compiles nothing."""
         if x.is_cuda and (x.device, x.dtype) not in self._ready and not torch.cuda.is_current_stream_capturing():
             self._ready.add((x.device, x.dtype))
             self.rare(x)
 
     def rare(self, x: torch.Tensor) -> None:  # noqa: B027 - most models have none
-        """Run the ops that no ordinary call needs, on a row of the model's width, with x's device and dtype."""
+        """Run what only some calls need, on little data with x's device and dtype."""
 
     def forget(self) -> None:
         """Let go of everything kept between calls."""

@@ -30,8 +30,6 @@ from fusedit.runtime.linear import linear
 
 Tensor = torch.Tensor
 CONVERSIONS: Final = "conversions between NCHW and channels_last"
-
-
 Stage = Callable[[Sum], Sum]
 
 
@@ -177,12 +175,11 @@ class VaeModel(FusedModel):
             return Sum(self.convolve(x, weight), bias)
         return Sum(self.convolve(x, weight, bias))
 
-    def whole_conv(self, layer: Any, x: Tensor, **more: Any) -> Tensor:
-        """A convolution with its bias, and a residual where one is given."""
+    def whole_conv(self, layer: Any, x: Tensor) -> Tensor:
+        """A convolution with its bias."""
         if type(layer) is not nn.Conv2d:
-            return added(Sum(self.called(layer, x), None, more.get("residual")), more.get("out"))
-        weight, bias = self.weights(layer, x)
-        y: Tensor = self.convolve(x, weight, bias, **more)
+            return self.called(layer, x)
+        y: Tensor = self.convolve(x, *self.weights(layer, x))
         return y
 
     def normed(self, norm: nn.GroupNorm, s: Sum, silu: bool = True, *, spent: bool = False) -> tuple[Sum, Tensor]:

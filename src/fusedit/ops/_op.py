@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -229,7 +229,7 @@ class Op(Generic[P, R]):
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
         x, shapes, outs = self._settle(args, kwargs, out)
-        if any(map(_negated, args)) or any(map(_negated, kwargs.values())):
+        if _negated(args) or (kwargs and _negated(kwargs.values())):
             args, kwargs = _resolved(args), {name: _resolved(value) for name, value in kwargs.items()}
         for shape in shapes:
             if 0 in shape:
@@ -329,20 +329,25 @@ class Op(Generic[P, R]):
 
 
 _ORDINARY: Final = (Tensor, torch.nn.Parameter)
+_LISTS: Final = (list, tuple)
 _dispatch_stack: Final = torch._C._len_torch_dispatch_stack
 _ON_CPU: Final = Backend("plain", "no kernels for device type cpu")
 
 
-def _negated(value: Any) -> bool:
-    """Whether a sign is in a flag of a view, which kernels do not read."""
-    if isinstance(value, Tensor):
-        return value.is_neg()
-    return isinstance(value, list | tuple) and any(map(_negated, value))
+def _negated(values: Iterable[Any]) -> bool:
+    """Whether one of these, or of a list among them, has its sign in a flag of a view, which kernels do not read."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_neg():
+                return True
+        elif isinstance(value, _LISTS) and _negated(value):
+            return True
+    return False
 
 
 def _resolved(value: Any) -> Any:
     """With every sign written out."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, _LISTS):
         return type(value)(map(_resolved, value))
     return value.resolve_neg() if isinstance(value, Tensor) else value
 

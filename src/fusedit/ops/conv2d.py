@@ -272,10 +272,9 @@ def conv2d(
         made = conv2d.unchecked(x, weight, bias, residual, activation, out=out)
         return made if out is not None else _as_allocated(made)
     if name == "library":
-        made = F.conv2d(_conv.dense(x), weight, padding=weight.shape[-1] // 2)
+        made = _as_allocated(F.conv2d(_conv.dense(x), weight, padding=weight.shape[-1] // 2))
         if bias is None and residual is None and activation == "none":
-            return _as_allocated(made) if out is None else out.copy_(made)
-        made = _as_allocated(made)
+            return made if out is None else out.copy_(made)
         return _conv_epilogue.epilogue(made, bias, residual, activation, made if out is None else out)
     y = _conv.channels_last(x, (x.shape[0], weight.shape[0], *x.shape[2:])) if out is None else out
     conv2d.ran[_own(name, x, weight, bias, residual, activation, y)] += 1

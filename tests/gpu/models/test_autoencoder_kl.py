@@ -13,7 +13,7 @@ from support.gpu import peak_bytes
 from support.pipes import relative
 
 import fusedit
-from benchmarks.compilations import kernels
+from benchmarks.compilations import held, kernels
 from benchmarks.gpu import free
 from benchmarks.workloads import Workload, z_image_turbo
 from fusedit.plan import Plan
@@ -90,14 +90,6 @@ def test_no_memory_above_stock(workload: Workload, dtype: torch.dtype) -> None:
     for call, allowed in zip(calls, stock, strict=True):
         call()
         assert peak_bytes(call) <= allowed
-
-
-def held() -> dict[str, int]:
-    """Kernels, and of how many variants this process has the machine code."""
-    counts = (
-        (k.fn.__module__ + "." + k.__name__, sum(len(kept[0]) for kept in k.device_caches.values())) for k in kernels()
-    )
-    return {name: count for name, count in counts if count}
 
 
 @pytest.mark.parametrize("first", [128, 4], ids=["large-first", "small-first"])
