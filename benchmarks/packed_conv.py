@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from fusedit.ops import _conv, _rows
-from fusedit.ops._op import Build
+from fusedit.ops._build import Build
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from fusedit.ops import _attention_scores, _rows
-from fusedit.ops._op import Build
+from fusedit.ops._build import Build
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor

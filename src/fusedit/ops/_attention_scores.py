@@ -22,8 +22,8 @@ from typing import Final
 import torch
 
 from fusedit.ops import _rows, _triton
+from fusedit.ops._build import Build
 from fusedit.ops._hopper import BK, BM, descriptor, place
-from fusedit.ops._op import Build
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from fusedit.ops._build import Build
 from fusedit.ops._conv import ACTIVATIONS, activate, pixels, places, vector
-from fusedit.ops._op import Build
 from fusedit.ops._rows import cdiv, power_of_2
 from fusedit.ops._triton import kernel, tl
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.ops import _rows, _triton
+from fusedit.ops._build import Build
 from fusedit.ops._conv import ACTIVATIONS, activate, countable, pixels, places, vector
-from fusedit.ops._op import Build
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor

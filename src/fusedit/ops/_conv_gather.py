@@ -11,10 +11,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from fusedit.ops._build import Build
 from fusedit.ops._conv import ACTIVATIONS, activate, pixels, vector
 from fusedit.ops._conv_direct import rows_of
 from fusedit.ops._elementwise import sigmoid
-from fusedit.ops._op import Build
 from fusedit.ops._rows import cdiv, power_of_2
 from fusedit.ops._triton import kernel, tl
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedit.ops import _conv_hopper_kernel, _gluon, _hopper, _rows, _triton
+from fusedit.ops._build import Build
 from fusedit.ops._conv import ACTIVATIONS
 from fusedit.ops._conv_hopper_kernel import CHANNELS, OUTPUTS, PIXELS
-from fusedit.ops._op import Build
 from fusedit.ops._rows import cdiv
 
 Tensor = torch.Tensor

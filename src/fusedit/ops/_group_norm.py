@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 
 from fusedit.ops import _rows
+from fusedit.ops._build import Build
 from fusedit.ops._elementwise import sigmoid
-from fusedit.ops._op import Build
 from fusedit.ops._transpose import foldable
 from fusedit.ops._triton import kernel, tl
 

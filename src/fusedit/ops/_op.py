@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 
 from fusedit.errors import FuseditError, OpError
 from fusedit.ops import _library, _outputs, _triton
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case
 from fusedit.ops._signature import Signature
+from fusedit.ops._values import negated, resolved, widest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,36 +36,6 @@ class Backend(NamedTuple):
 
     name: str
     reason: str
-
-
-@dataclass(frozen=True)
-class Build:
-    """One variant of one kernel, as the launcher would compile it: enough to compile it without a GPU."""
-
-    name: str
-    kernel: Any
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, Any]
-    num_warps: int
-    traits: frozenset[str] = field(default_factory=frozenset)
-    """`vector`: every global access of an activation is 128 bits wide; `no-spill`: no local memory; `descriptors`:
-    tiles come and go by TMA."""
-    num_stages: int = 3
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        kernel: Any,
-        types: Mapping[str, str],
-        constexprs: Mapping[str, Any],
-        num_warps: int,
-        *traits: str,
-        num_stages: int = 3,
-    ) -> Build:
-        """`types` gives the pointers' and floats' types; every other number is i32, as at a launch."""
-        signature = {p: "constexpr" if p in constexprs else types.get(p, "i32") for p in kernel.arg_names}
-        return cls(name, kernel, signature, dict(constexprs), num_warps, frozenset(traits), num_stages)
 
 
 class Op(Generic[P, R]):
@@ -229,8 +200,8 @@ class Op(Generic[P, R]):
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:
         x, shapes, outs = self._settle(args, kwargs, out)
-        if _negated(args) or (kwargs and _negated(kwargs.values())):
-            args, kwargs = _resolved(args), {name: _resolved(value) for name, value in kwargs.items()}
+        if negated(args) or (kwargs and negated(kwargs.values())):
+            args, kwargs = resolved(args), {name: resolved(value) for name, value in kwargs.items()}
         for shape in shapes:
             if 0 in shape:
                 return out if out is not None else self._pack([self._allocate(x, shape) for shape in shapes])
@@ -284,10 +255,10 @@ class Op(Generic[P, R]):
 
     def _plain_mixed(self, dtype: torch.dtype, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
         """Weights kept in another dtype than the activations: compute in the widest of all and fp32, round once."""
-        widest = _widest((*args, *kwargs.values()))
+        widened = widest((*args, *kwargs.values()))
 
         def widen(t: Any) -> Any:
-            return t.to(widest) if isinstance(t, Tensor) and t.is_floating_point() else t
+            return t.to(widened) if isinstance(t, Tensor) and t.is_floating_point() else t
 
         made = self._plain(*map(widen, args), out=None, **{key: widen(value) for key, value in kwargs.items()})
         made = [made] if self._outputs == 1 else list(made)
@@ -329,27 +300,8 @@ class Op(Generic[P, R]):
 
 
 _ORDINARY: Final = (Tensor, torch.nn.Parameter)
-_LISTS: Final = (list, tuple)
 _dispatch_stack: Final = torch._C._len_torch_dispatch_stack
 _ON_CPU: Final = Backend("plain", "no kernels for device type cpu")
-
-
-def _negated(values: Iterable[Any]) -> bool:
-    """Whether one of these, or of a list among them, has its sign in a flag of a view, which kernels do not read."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.is_neg():
-                return True
-        elif isinstance(value, _LISTS) and _negated(value):
-            return True
-    return False
-
-
-def _resolved(value: Any) -> Any:
-    """With every sign written out."""
-    if isinstance(value, _LISTS):
-        return type(value)(map(_resolved, value))
-    return value.resolve_neg() if isinstance(value, Tensor) else value
 
 
 def _empty(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -418,16 +370,3 @@ def op(
         )
 
     return wrap
-
-
-def _widest(values: Sequence[Any]) -> torch.dtype:
-    """fp64 where a tensor among these is fp64, else fp32."""
-    found = any(isinstance(t, Tensor) and t.dtype is torch.float64 for t in values)
-    return torch.float64 if found else torch.float32
-
-
-def wide(*tensors: Any) -> Any:
-    """These in fp32, and all in fp64 where one of them is: what references compute in."""
-    widest = _widest(tensors)
-    made = [None if t is None else t.to(widest) for t in tensors]
-    return made[0] if len(made) == 1 else made

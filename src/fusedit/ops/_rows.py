@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fusedit.ops import _triton
-from fusedit.ops._op import Build
+from fusedit.ops._build import Build
 from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor

@@ -28,8 +28,10 @@ import torch.nn.functional as F
 
 from fusedit.errors import OpError
 from fusedit.ops import _attention_products, _check, _triton
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Backend, Build, Cost, op, wide
+from fusedit.ops._op import Backend, Cost, op
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 

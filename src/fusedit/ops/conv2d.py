@@ -26,8 +26,10 @@ import torch.nn.functional as F
 
 from fusedit.errors import OpError
 from fusedit.ops import _check, _conv, _conv_direct, _conv_epilogue, _conv_gather, _conv_hopper, _triton
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Backend, Build, Cost, op, wide
+from fusedit.ops._op import Backend, Cost, op
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 _FEW: Final = 8

@@ -13,10 +13,12 @@ from __future__ import annotations
 import torch
 
 from fusedit.ops import _check, _rows
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
 from fusedit.ops._rows import load_vector, places
 from fusedit.ops._triton import kernel, tl
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 

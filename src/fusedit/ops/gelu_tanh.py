@@ -17,10 +17,12 @@ import torch.nn.functional as F
 
 from fusedit.errors import OpError
 from fusedit.ops import _check, _elementwise
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
 from fusedit.ops._elementwise import places, sigmoid, tile
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
 from fusedit.ops._triton import kernel, tl
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 

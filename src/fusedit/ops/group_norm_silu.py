@@ -21,8 +21,10 @@ from typing import Any
 import torch
 
 from fusedit.ops import _group_norm, _group_norm_plain
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 

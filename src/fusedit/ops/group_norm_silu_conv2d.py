@@ -22,8 +22,10 @@ import torch.nn.functional as F
 
 from fusedit.errors import OpError
 from fusedit.ops import _check, _conv, _conv_gather, _group_norm, _group_norm_plain, _triton
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
+from fusedit.ops._values import wide
 from fusedit.ops.conv2d import reference as conv_reference
 from fusedit.ops.group_norm_silu import plain as plain_norm
 from fusedit.ops.group_norm_silu import reference as norm_reference

@@ -22,11 +22,13 @@ import torch.nn.functional as F
 
 from fusedit.errors import OpError
 from fusedit.ops import _check, _hopper
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
 from fusedit.ops._elementwise import sigmoid
 from fusedit.ops._hopper import BK, BM, BN, STAGES, descriptor, place
-from fusedit.ops._op import Backend, Build, Cost, op, wide
+from fusedit.ops._op import Backend, Cost, op
 from fusedit.ops._triton import kernel, tl
+from fusedit.ops._values import wide
 from fusedit.ops.swiglu import swiglu
 
 Tensor = torch.Tensor

@@ -13,8 +13,10 @@ from __future__ import annotations
 import torch
 
 from fusedit.ops import _check, _rows, _transpose
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 

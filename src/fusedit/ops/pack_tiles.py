@@ -18,9 +18,11 @@ import torch.nn.functional as F
 
 from fusedit.errors import OpError
 from fusedit.ops import _check, _rows, _transpose
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
 from fusedit.ops._transpose import ALONG_CHANNELS, ALONG_PIXELS, SIDE, TILES, build
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 

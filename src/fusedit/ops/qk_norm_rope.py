@@ -21,10 +21,12 @@ import torch
 
 from fusedit.errors import OpError
 from fusedit.ops import _check, _rows
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
 from fusedit.ops._rows import plain_rms
 from fusedit.ops._triton import kernel, tl
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 
 from fusedit.ops import _check, _group_norm, _group_norm_plain
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
+from fusedit.ops._values import wide
 from fusedit.ops.group_norm_silu import reference as norm_reference
 
 Tensor = torch.Tensor

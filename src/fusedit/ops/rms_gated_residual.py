@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from fusedit.ops import _check, _rows
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
 from fusedit.ops._rows import load_vector, places, plain_rms, rms_norm, tanh
 from fusedit.ops._triton import kernel, tl
+from fusedit.ops._values import wide
 from fusedit.ops.rms_norm_modulate import reference as norm_reference
 
 Tensor = torch.Tensor

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from fusedit.ops import _check, _rows
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Build, Cost, op
+from fusedit.ops._op import Cost, op
 from fusedit.ops._rows import load_vector, places, rms_norm, tanh
 from fusedit.ops._triton import kernel, tl
 from fusedit.ops.rms_gated_residual import plain as plain_residual

@@ -17,10 +17,12 @@ import torch
 
 from fusedit.errors import OpError
 from fusedit.ops import _check, _rows, _transpose
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
 from fusedit.ops._conv import channels_last
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
 from fusedit.ops._transpose import ALONG_CHANNELS, SIDE, TILES, build
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 

@@ -24,10 +24,12 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.ops import _conv, _conv_epilogue, _triton
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
-from fusedit.ops._op import Backend, Build, Cost, op, wide
+from fusedit.ops._op import Backend, Cost, op
 from fusedit.ops._rows import cdiv
 from fusedit.ops._triton import kernel, tl
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 _BLOCK: Final = 32

@@ -32,11 +32,13 @@ import torch.nn.functional as F
 
 from fusedit.errors import OpError
 from fusedit.ops import _check, _conv, _rows, _triton
+from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
 from fusedit.ops._conv import activate
 from fusedit.ops._conv_epilogue import in_torch
-from fusedit.ops._op import Build, Cost, op, wide
+from fusedit.ops._op import Cost, op
 from fusedit.ops._triton import kernel, tl
+from fusedit.ops._values import wide
 from fusedit.ops.winograd_weight import A, B, flat, winograd_weight
 
 Tensor = torch.Tensor

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
 from run_compiled import compile_for
 
 from fusedit.cache.checksum_kernel import CONSTEXPRS, WARPS, checksum
-from fusedit.ops._op import Build
+from fusedit.ops._build import Build
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 

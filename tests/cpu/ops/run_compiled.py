@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from fusedit import ops
-from fusedit.ops._op import Build
+from fusedit.ops._build import Build
 
 
 def compile_for(build: Build, capability: int) -> dict[str, object]:
