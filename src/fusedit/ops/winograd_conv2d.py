@@ -31,11 +31,10 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _conv, _rows, _triton
+from fusedit.ops import _check, _conv, _conv_epilogue, _rows, _triton
 from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
 from fusedit.ops._conv import activate
-from fusedit.ops._conv_epilogue import in_torch
 from fusedit.ops._op import Cost, op
 from fusedit.ops._triton import kernel, tl
 from fusedit.ops._values import wide
@@ -78,7 +77,7 @@ def _in_torch(x: Tensor, u: Tensor, bias: Tensor | None, residual: Tensor | None
     v = torch.einsum("ir,nchwrs,js->ijnhwc", b, d, b).to(x.dtype)
     m = wide(torch.bmm(v.reshape(t * t, N * h * w, C), u.mT)).view(t, t, N, h, w, K)
     y = torch.einsum("pi,ijnhwk,qj->nkhpwq", a, m, a).reshape(N, K, s * h, s * w)[:, :, :H, :W]
-    return in_torch(y, bias, residual, activation, None)
+    return _conv_epilogue.in_torch(y, bias, residual, activation, None)
 
 
 def check(
