@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fusedit.ops._fp8 import to_e4m3
+
 Tensor = torch.Tensor
 
 
@@ -21,7 +23,9 @@ class T:
             16-byte aligned); `transposed` (the two last dimensions swapped in memory); `gapped` (every second element
             of the last dimension); `channels_last`.
         dtype: fixed dtype, or None for the dtype of the run.
-        fill: `normal`, `cos` or `sin` (of the same random angles), `mask` (bool, first of each row always True).
+            What is made in e4m3 is clamped to +-448: give such codes a `std` of about 100.
+        fill: `normal`, `positive` (0.5 to 1.5, times `std`: scales), `cos` or `sin` (of the same random angles), `mask`
+            (bool, first of each row always True).
         mean, std: of the normal numbers.
     """
 
@@ -41,10 +45,12 @@ class T:
         elif self.fill == "mask":
             values = torch.rand(self.shape, generator=generator, device=device) < 0.6
             values[..., :1] = True
+        elif self.fill == "positive":
+            values = (torch.rand(self.shape, generator=generator, device=device) + 0.5) * self.std
         else:
             values = torch.randn(self.shape, generator=generator, device=device) * self.std + self.mean
         kept = torch.bool if self.fill == "mask" else self.dtype or dtype
-        return place(values.to(kept), self.layout)
+        return place(to_e4m3(values) if kept is torch.float8_e4m3fn else values.to(kept), self.layout)
 
 
 def place(values: Tensor, layout: str) -> Tensor:

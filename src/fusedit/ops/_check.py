@@ -66,25 +66,42 @@ def activation(op: str, name: str, x: Any, letters: str) -> None:
         dense(op, name, x)
         raise OpError(f"{op}: {name} must be float16, bfloat16 or float32, not {show(x)}")
     if x.ndim != len(letters):
-        dense(op, name, x)
-        if not letters.strip("."):
-            if x.ndim > len(letters):
-                return
-            least = _COUNTS.get(len(letters), f"{len(letters)} dimensions")
-            raise OpError(f"{op}: {name} must have at least {least}, not {show(x)}")
+        _dimensions(op, name, x, letters)
+
+
+def fp8(op: str, name: str, t: Any, letters: str) -> None:
+    """`t` is an e4m3 tensor with one dimension a letter; with dots alone, as many as dots at least."""
+    if not isinstance(t, Tensor):
+        raise OpError(f"{op}: {name} must be a tensor, not {show(t)}")
+    if t.dtype is not torch.float8_e4m3fn or t.layout is not STRIDED:
+        dense(op, name, t)
+        raise OpError(f"{op}: {name} must be float8_e4m3fn, not {show(t)}; make it with quantize_rows")
+    if t.ndim != len(letters):
+        _dimensions(op, name, t, letters)
+
+
+def _dimensions(op: str, name: str, x: Tensor, letters: str) -> None:
+    dense(op, name, x)
+    if letters.strip("."):
         raise OpError(f"{op}: {name} must be [{', '.join(letters)}], not {show(x)}")
+    if x.ndim < len(letters):
+        least = _COUNTS.get(len(letters), f"{len(letters)} dimensions")
+        raise OpError(f"{op}: {name} must have at least {least}, not {show(x)}")
 
 
-def like(op: str, name: str, t: Any, x: Tensor, shape: Sequence[int] | None = None) -> None:
-    """`t` has the dtype and device of `x`, and its shape unless another is given."""
+def like(
+    op: str, name: str, t: Any, x: Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """`t` has the dtype and device of `x`, and its shape, unless another shape or dtype is given."""
     want = x.shape if shape is None else shape
+    kept = x.dtype if dtype is None else dtype
     if not isinstance(t, Tensor):
         raise OpError(f"{op}: {name} must be a tensor, not {show(t)}")
     if t.layout is not STRIDED:
         dense(op, name, t)
-    if t.dtype is not x.dtype or t.device != x.device or t.shape != want:
-        dtype = str(x.dtype).removeprefix("torch.")
-        raise OpError(f"{op}: {name} must be {dtype}{list(want)} on {x.device}, not {show(t)}")
+    if t.dtype is not kept or t.device != x.device or t.shape != want:
+        word = str(kept).removeprefix("torch.")
+        raise OpError(f"{op}: {name} must be {word}{list(want)} on {x.device}, not {show(t)}")
 
 
 def vector(op: str, name: str, t: Any, x: Tensor, shape: tuple[int, ...], letters: Sequence[str]) -> None:

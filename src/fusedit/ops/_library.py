@@ -18,14 +18,16 @@ def register(
     signature: Signature,
     run: Callable[[Sequence[Any], dict[str, Any], Any], Any],
     check: Callable[..., tuple[Sequence[int], ...]],
-    allocate: Callable[..., Tensor],
+    dtypes: Callable[..., tuple[torch.dtype, ...]],
+    empty: Callable[[Tensor, Sequence[int], torch.dtype], Tensor],
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Defines both, with their fakes, and returns them: the functional one, and the one that writes into `out_0`, ...
 
     Args:
         run: (arguments, keyword arguments, out or None) -> the results.
         check: the op's arguments -> shapes of the results.
-        allocate: (first argument, shape) -> an empty result.
+        dtypes: the op's arguments -> dtypes of the results.
+        empty: (first argument, shape, dtype) -> an empty result.
     """
     # Not `out`: dynamo refuses an argument of that name that is no dense tensor.
     names = [f"out_{place}" for place in range(signature.outputs)]
@@ -46,13 +48,14 @@ def register(
         run(args, kwargs, pack(outs))
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        shapes = check(*args, **kwargs)
-        return pack([allocate(lead(args, kwargs), shape) for shape in shapes])
+        x, shapes, kept = lead(args, kwargs), check(*args, **kwargs), dtypes(*args, **kwargs)
+        return pack([empty(x, shape, dtype) for shape, dtype in zip(shapes, kept, strict=True)])
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         outs = [kwargs.pop(name) for name in names]
-        for target, shape in zip(outs, check(*args, **kwargs), strict=True):
-            _check.like(signature.name, "out", target, lead(args, kwargs), shape)
+        x, shapes, kept = lead(args, kwargs), check(*args, **kwargs), dtypes(*args, **kwargs)
+        for target, shape, dtype in zip(outs, shapes, kept, strict=True):
+            _check.like(signature.name, "out", target, x, shape, dtype)
 
     for name, schema, implementation, meta in (
         (signature.name, f"({signature.declared}) -> {results}", functional, fake),

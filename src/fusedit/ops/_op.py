@@ -20,6 +20,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Tensor = torch.Tensor
 
+Dtypes = tuple[torch.dtype | None, ...]
+SLACK: Final = 1e-6
 EXACTNESS: Final = ("bitwise", "reordered", "lossy")
 """`bitwise`: the same bits as stock; `reordered`: the same mathematics, other rounding; `lossy`: approximates."""
 
@@ -45,9 +47,11 @@ class Op(Generic[P, R]):
         name: the name of the file and of the function.
         exactness: one of EXACTNESS, against the stock formulation.
         summary: first line of the file's docstring.
-        reference: plain torch in fp32 (fp64 for fp64 inputs), the definition of right.
+        reference: plain torch in fp32 (fp64 for fp64 inputs), the definition of right; of a result in e4m3 the values
+            before rounding.
         cost: same arguments as the op (meta tensors will do) -> Cost.
         cases: the shapes that tests, benchmarks and tuning share.
+        slack: for each result, how far it may be off beside the 2x rule (see `_verify`).
         ran: how often each backend served a call in this process.
     """
 
@@ -68,11 +72,17 @@ class Op(Generic[P, R]):
         reads: Callable[..., tuple[Tensor, ...]] | None,
         fits: Callable[[Tensor], bool],
         allocate: Callable[..., Tensor],
+        dtypes: Dtypes | Callable[..., Dtypes] | None,
+        slack: tuple[float, ...] | None,
         mixed: bool,
         one_place: bool,
     ) -> None:
         if exactness not in EXACTNESS:
             raise ValueError(f"exactness {exactness!r} is none of {', '.join(EXACTNESS)}")
+        if dtypes is not None and not mixed:
+            raise ValueError(
+                "an op that names the dtypes of its results must be mixed: its plain chooses in what to work"
+            )
         self.name = launch.__name__
         self.summary = summary
         self.exactness = exactness
@@ -92,11 +102,15 @@ class Op(Generic[P, R]):
         self._reads = reads
         self._fits = fits
         self._allocate = allocate
+        self._dtypes = dtypes
         self._mixed = mixed
         self.one_place = one_place
         self._signature = Signature(launch)
         self._first, self._outputs = self._signature.first, self._signature.outputs
-        self._functional, self._mutating = _library.register(self._signature, self._guarded, check, allocate)
+        self.slack = (SLACK,) * self._outputs if slack is None else slack
+        self._functional, self._mutating = _library.register(
+            self._signature, self._guarded, check, self.dtypes, self._empty
+        )
 
     def __repr__(self) -> str:
         return f"<op {self.name}: {self.summary}>"
@@ -146,6 +160,14 @@ class Op(Generic[P, R]):
             self._explain(error, args, kwargs)
             raise
 
+    def dtypes(self, *args: Any, **kwargs: Any) -> tuple[torch.dtype, ...]:
+        """Dtypes of the results of a call with these arguments, which are taken to be right."""
+        own: torch.dtype = self._lead(args, kwargs).dtype
+        if self._dtypes is None:
+            return (own,) * self._outputs
+        declared = self._dtypes(*args, **kwargs) if callable(self._dtypes) else self._dtypes
+        return tuple(own if dtype is None else dtype for dtype in declared)
+
     def builds(self) -> tuple[Build, ...]:
         """Every kernel variant that the models' sizes need, for compilation ahead of time; empty without triton."""
         return tuple(self._builds()) if _triton.status()[0] else ()
@@ -154,6 +176,9 @@ class Op(Generic[P, R]):
 
     def _lead(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return args[0] if args else kwargs[self._first]
+
+    def _empty(self, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._allocate(x, shape) if dtype is x.dtype else torch.empty(shape, dtype=dtype, device=x.device)
 
     def _explain(self, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any = None) -> None:
         """Raises OpError where a call failed for its arguments.
@@ -204,7 +229,7 @@ class Op(Generic[P, R]):
             args, kwargs = resolved(args), {name: resolved(value) for name, value in kwargs.items()}
         for shape in shapes:
             if 0 in shape:
-                return out if out is not None else self._pack([self._allocate(x, shape) for shape in shapes])
+                return out if out is not None else self._pack(self._results(x, shapes, args, kwargs))
         if self._choose is not None:
             return self._on_device(x, args, kwargs, out)
         backend = _ON_CPU if x.is_cpu and not _triton.INTERPRETING else self._backend(args, kwargs)
@@ -213,13 +238,21 @@ class Op(Generic[P, R]):
             result = self.unchecked(*args, **kwargs, out=out)
             return out if out is not None else self._as_allocated(result)
         if outs is None:
-            outs = [self._allocate(x, shape) for shape in shapes]
-        direct = [t if self._fits(t) else self._allocate(x, t.shape) for t in outs]
+            outs = self._results(x, shapes, args, kwargs)
+        direct = [t if self._fits(t) else self._empty(x, t.shape, t.dtype) for t in outs]
         self._on_device(x, args, kwargs, self._pack(direct))
         for target, made in zip(outs, direct, strict=True):
             if target is not made:
                 target.copy_(made)
         return out if out is not None else self._pack(outs)
+
+    def _results(
+        self, x: Tensor, shapes: Sequence[Sequence[int]], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        if self._dtypes is None:
+            return [self._allocate(x, shape) for shape in shapes]
+        kept = self.dtypes(*args, **kwargs)
+        return [self._empty(x, shape, dtype) for shape, dtype in zip(shapes, kept, strict=True)]
 
     def _on_device(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
         launch = cast(Callable[..., Any], self._launch)
@@ -293,9 +326,8 @@ class Op(Generic[P, R]):
         def named(t: Tensor) -> str:
             return self._signature.name_of(t, args, kwargs)
 
-        _outputs.check(
-            self.name, outs, shapes, x, inputs, named, in_order=self._reads is not None, one_place=self.one_place
-        )
+        kept, in_order = self.dtypes(*args, **kwargs), self._reads is not None
+        _outputs.check(self.name, outs, shapes, kept, x, inputs, named, in_order=in_order, one_place=self.one_place)
         return outs
 
 
@@ -326,6 +358,8 @@ def op(
     reads: Callable[..., tuple[Tensor, ...]] | None = None,
     fits: Callable[[Tensor], bool] = _rows_fit,
     allocate: Callable[..., Tensor] = _empty,
+    dtypes: Dtypes | Callable[..., Dtypes] | None = None,
+    slack: tuple[float, ...] | None = None,
     mixed: bool = False,
     one_place: bool = False,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
@@ -343,7 +377,11 @@ def op(
         reads: same arguments -> the views that are read, the i-th of which the i-th output may lie on exactly;
             default: every tensor argument, and any output may lie exactly on any of them.
         fits: whether the kernel can write into a tensor as it lies; if not, it writes a temporary that is copied.
-        allocate: (first argument, shape) -> an empty result.
+        allocate: (first argument, shape) -> an empty result in the dtype of the first argument.
+        dtypes: of each result, None for that of the first argument, which is the default for all; or a function of the
+            op's arguments that gives them. Goes with `mixed`.
+        slack: for each result, how far it may be off beside the 2x rule, as a part of the largest value; of what is
+            rounded to e4m3, how far the value before rounding may be off, as a part of 448. Default: 1e-6.
         mixed: plain takes tensors of several dtypes itself.
         one_place: as `out` one tensor may be given for all results, which then holds the last.
     """
@@ -365,6 +403,8 @@ def op(
             reads=reads,
             fits=fits,
             allocate=allocate,
+            dtypes=dtypes,
+            slack=slack,
             mixed=mixed,
             one_place=one_place,
         )

@@ -16,6 +16,7 @@ def check(
     op: str,
     outs: Sequence[Tensor],
     shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
     x: Tensor,
     inputs: Sequence[Tensor],
     named: Callable[[Tensor], str],
@@ -23,7 +24,7 @@ def check(
     in_order: bool,
     one_place: bool,
 ) -> None:
-    """Each output is like `x`, in its shape, and lies on an input exactly or not at all.
+    """Each output has its shape and dtype, is where `x` is, and lies on an input exactly or not at all.
 
     Args:
         inputs: what is read.
@@ -31,9 +32,9 @@ def check(
         in_order: the i-th output may lie on the i-th input only; else any output on any input.
         one_place: outputs may be one tensor, which then holds the last.
     """
-    for place, (target, shape) in enumerate(zip(outs, shapes, strict=True)):
+    for place, (target, shape, dtype) in enumerate(zip(outs, shapes, dtypes, strict=True)):
         name = "out" if len(outs) == 1 else f"out[{place}]"
-        _check.like(op, name, target, x, shape)
+        _check.like(op, name, target, x, shape, dtype)
         if target.requires_grad and torch.is_grad_enabled():
             raise OpError(f"{op}: {name} requires a gradient; call it under torch.no_grad()")
         if target.is_neg():
