@@ -40,10 +40,10 @@ class FluxTask(Task):
     name = "tiny-flux"
     long_texts = (128, 512, 512)
 
-    def read_captions(self, pack: pictures.Pack, folder: Path) -> None:
+    def read_captions(self, pack: pictures.Pack, files: dict[str, Path]) -> None:
         """Make the token tables of CLIP and T5."""
-        clip = Tokenizer.from_file(str(folder / "clip" / "tokenizer.json"))
-        t5 = Tokenizer.from_file(str(folder / "t5" / "tokenizer.json"))
+        clip = Tokenizer.from_file(str(files["clip"]))
+        t5 = Tokenizer.from_file(str(files["t5"]))
         encode_clip = partial(self._encode, clip, "<|endoftext|>")
         encode_t5 = partial(self._encode, t5, "<pad>")
         self.clip, self.t5 = batches.caption_tables(

@@ -99,9 +99,9 @@ class ZImageTask(Task):
     long_texts = (64,)
     frozen = ("text_encoder.layers.2.", "text_encoder.norm.")  # the pipeline reads hidden_states[-2]
 
-    def read_captions(self, pack: pictures.Pack, folder: Path) -> None:
+    def read_captions(self, pack: pictures.Pack, files: dict[str, Path]) -> None:
         """Make the token tables, chat template included."""
-        tok = Tokenizer.from_file(str(folder / "qwen" / "tokenizer.json"))
+        tok = Tokenizer.from_file(str(files["qwen"]))
         self.pad = tok.token_to_id(PAD)
         (self.captions,) = batches.caption_tables(pack, [(partial(self._encode, tok), *LENGTHS, self.pad)])
         use_fast_norms(self.modules)

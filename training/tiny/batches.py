@@ -13,6 +13,7 @@ from diffusers import AutoencoderKL
 from torch import nn
 
 from tiny import captions, pictures
+from tiny.styles import Style
 
 TOKENS_A_STEP = 40_960
 SHORT_TEXT, SHORT_CAPTIONS, LONG_CAPTIONS = 32, 4, 2
@@ -132,15 +133,15 @@ def caption_tables(pack: pictures.Pack, encoders: list[tuple[Encode, int, int, i
 class Latents:
     """Banks of latents by size, made when a size is first needed."""
 
-    def __init__(self, pack: pictures.Pack, vae: AutoencoderKL) -> None:
-        self.pack, self.vae = pack, vae
+    def __init__(self, pack: pictures.Pack, vae: AutoencoderKL, style: Style | None = None) -> None:
+        self.pack, self.vae, self.style = pack, vae, style
         self.banks: dict[tuple[int, int], torch.Tensor] = {}
 
     def prepare(self, kind: Kind) -> None:
         """Make the bank of a kind's size."""
         size = (kind.height, kind.width)
         if size not in self.banks:
-            self.banks[size] = pictures.latent_bank(self.pack, self.vae, *size, seed=hash(size))
+            self.banks[size] = pictures.latent_bank(self.pack, self.vae, *size, seed=hash(size), style=self.style)
 
     def draw(self, kind: Kind, divisor: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Return latents [B, 16, h, w] in fp32 and where they are in the tables (p, k)."""

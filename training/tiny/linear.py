@@ -25,17 +25,21 @@ class _Linears(torch.autograd.Function):
         flat, *weights = ctx.saved_tensors
         into: torch.Tensor | None = None
         pairs: list[torch.Tensor | None] = []
-        for grad, weight, has_bias in zip(grads, weights, ctx.has_bias, strict=True):
+        learns = ctx.needs_input_grad[1:]  # a frozen layer under a LoRA wants no gradients of its own
+        for grad, weight, has_bias, of_weight, of_bias in zip(
+            grads, weights, ctx.has_bias, learns[0::2], learns[1::2], strict=True
+        ):
             rows = grad.reshape(-1, grad.shape[-1])
             if ctx.needs_input_grad[0]:
                 into = rows @ weight if into is None else into.addmm_(rows, weight)
-            pairs += [rows.mT @ flat, group_sums(rows[None], rows.dtype)[0] if has_bias else None]
+            pairs.append(rows.mT @ flat if of_weight else None)
+            pairs.append(group_sums(rows[None], rows.dtype)[0] if has_bias and of_bias else None)
         return (None if into is None else into.view(ctx.shape), *pairs)
 
 
 def linears(x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
-    """Apply each of LAYERS (nn.Linear) to X."""
-    if not runs_kernels(x):
+    """Apply each of LAYERS to X: nn.Linear, or what is wrapped around one (a LoRA layer computes for itself)."""
+    if not runs_kernels(x) or not all(isinstance(layer, nn.Linear) for layer in layers):
         return tuple(layer(x) for layer in layers)
     pairs = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
     return cast(tuple[torch.Tensor, ...], _Linears.apply(x, *pairs))
@@ -60,8 +64,8 @@ class _JoinedLinear(torch.autograd.Function):
 
 
 def joined_linear(x: torch.Tensor, y: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    """Apply LAYER (nn.Linear with a bias) to X and Y side by side, without laying them there."""
-    if not runs_kernels(x):
+    """Apply LAYER to X and Y side by side; to an nn.Linear with a bias without laying them there."""
+    if not runs_kernels(x) or not isinstance(layer, nn.Linear):
         return cast(torch.Tensor, layer(torch.cat([x, y], dim=-1)))
     return cast(torch.Tensor, _JoinedLinear.apply(x, y, layer.weight, layer.bias))
 

@@ -17,6 +17,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from tiny.captions import BACKGROUNDS, HELD_OUT, pick_background
+from tiny.styles import Style
 
 SCALE_RANGE = (0.74, 0.99)  # of the shorter side
 CHUNK_PIXELS = 1 << 25
@@ -91,11 +92,14 @@ def pixel_bank(pack: Pack, height: int, width: int, seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def latent_bank(pack: Pack, vae: AutoencoderKL, height: int, width: int, seed: int) -> torch.Tensor:
-    """Return [P, K, 16, H / 8, W / 8]: the scaled latents of every picture in every variant, bf16."""
+def latent_bank(
+    pack: Pack, vae: AutoencoderKL, height: int, width: int, seed: int, style: Style | None = None
+) -> torch.Tensor:
+    """Return [P, K, 16, H / 8, W / 8]: the scaled latents of every picture in every variant, in STYLE, bf16."""
+    draw = style or (lambda x: x)
     scale, shift = vae.config.scaling_factor, vae.config.shift_factor
     parts = [
-        ((vae.encode(x.to(vae.dtype)).latent_dist.mode().float() - shift) * scale).bfloat16()
+        ((vae.encode(draw(x).to(vae.dtype)).latent_dist.mode().float() - shift) * scale).bfloat16()
         for x in composites(pack, height, width, seed)
     ]
     return torch.cat(parts).unflatten(0, (len(pack.records), -1))

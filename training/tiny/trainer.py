@@ -27,14 +27,21 @@ class Task(ABC):
     long_texts: tuple[int, ...]
     frozen: tuple[str, ...] = ()  # prefixes of parameters that sampling never uses
 
-    def __init__(self, modules: nn.ModuleDict, pack: pictures.Pack, latents: batches.Latents, args: argparse.Namespace):
-        self.modules, self.latents, self.divisor = modules, latents, args.batch_divisor
+    def __init__(
+        self,
+        modules: nn.ModuleDict,
+        pack: pictures.Pack,
+        latents: batches.Latents,
+        divisor: int,
+        tokenizer_files: dict[str, Path],
+    ) -> None:
+        self.modules, self.latents, self.divisor = modules, latents, divisor
         self.teacher: nn.ModuleDict | None = None
-        self.read_captions(pack, args.data / "tokenizers")
+        self.read_captions(pack, tokenizer_files)
 
     @abstractmethod
-    def read_captions(self, pack: pictures.Pack, folder: Path) -> None:
-        """Make the token tables."""
+    def read_captions(self, pack: pictures.Pack, files: dict[str, Path]) -> None:
+        """Make the token tables from the tokenizer.json FILES of `clip`, `t5` and `qwen`, as far as needed."""
 
     @abstractmethod
     def loss(self, kind: batches.Kind) -> torch.Tensor:
@@ -87,7 +94,8 @@ def train(task_class: type[Task], doc: str | None) -> None:
     pack = pictures.load_pack(args.data, device, VARIANTS, args.limit)
     latents = batches.Latents(pack, load_vae(args.vae, device, dtype))  # type: ignore[arg-type]
     modules = models.make_modules(name).to(device, dtype)
-    task = task_class(modules, pack, latents, args)
+    tokenizer_files = {kind: args.data / "tokenizers" / kind / "tokenizer.json" for kind in ("clip", "t5", "qwen")}
+    task = task_class(modules, pack, latents, args.batch_divisor, tokenizer_files)
     print(f"data ready after {clock.seconds() - past['seconds']:.1f} s", flush=True)
     frozen = frozenset(n for n, _ in modules.named_parameters() if n.startswith(task.frozen))
     optimizer = MasterOptimizer(
