@@ -6,7 +6,9 @@ FuseditError
 |   |-- PlanError                      unknown plan, rewrite, key or schema version
 |   |-- ModelNotFoundError             no embedded model, directory or hub id of that name
 |   |-- ArgumentError                  a size, step count, seed, guidance or prompt out of range
+|   |-- RestoreError                   the weights that an fp8 plan replaced are gone, so the pipeline cannot be restored
 |   |-- OutputError                    a place that cannot be written, or a file there that is not from fusedit
+|   |-- LoraError                      no LoRA file, a damaged one, or one for another model
 |   `-- MissingExtraError              an optional dependency is not installed
 |-- OpError (ValueError)               an op was given a tensor it cannot take; names the argument and its shape
 |-- NonFiniteError (ArithmeticError)   NaN or infinity in weights, latents or pixels; names the step and the rewrite
@@ -42,8 +44,16 @@ class ArgumentError(UsageError):
     """A size, step count, image count, seed, guidance scale, prompt or threshold is out of range."""
 
 
+class RestoreError(UsageError):
+    """The original weights were dropped, or are not what was converted. Nothing was changed."""
+
+
 class OutputError(UsageError):
     """The output path cannot be written."""
+
+
+class LoraError(UsageError):
+    """A LoRA file is missing, damaged, refused or for another model, or nothing of it fits. The pipeline is unchanged."""
 
 
 class MissingExtraError(UsageError):
