@@ -29,6 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+lora_app = typer.Typer(help="Look into LoRA files.", no_args_is_help=True)
+app.add_typer(lora_app, name="lora")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Embedded model, local diffusers directory, or hub id.")]
@@ -318,6 +320,19 @@ def demo(
         typer.echo(f"report: {written[0]}")
     if not all(result.verdict.passed for result in results):
         raise typer.Exit(1)
+
+
+@lora_app.command("inspect", epilog="Example: fusedit lora inspect my_style.safetensors --json")
+@reporting
+def inspect_lora(
+    file: Annotated[str, typer.Argument(help="A .safetensors file, or a folder with one.")], json: Json = False
+) -> None:
+    """Print a LoRA's format, model family, ranks, alphas and layers; it is loaded into no model."""
+    from fusedit import lora
+    from fusedit.cli_lora import lora_lines
+
+    found = lora.inspect(lora.read(file))
+    print_json({"file": file, **found}) if json else typer.echo("\n".join(lora_lines(found)))
 
 
 def main() -> None:
