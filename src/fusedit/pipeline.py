@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
@@ -14,8 +14,11 @@ from torch import nn
 
 from fusedit import ops
 from fusedit.cache.prompts import PromptCache
-from fusedit.errors import PlanError, UnsupportedPipelineError
+from fusedit.errors import PlanError, RestoreError, UnsupportedPipelineError
+from fusedit.float8 import conversion
+from fusedit.float8.conversion import check_originals, conversion_of, why_not_restorable
 from fusedit.models import FusedModel, registry
+from fusedit.models._converted import Precisions, precisions
 from fusedit.plan import Plan
 from fusedit.report import CacheReport, Refusal, Report, SiteReport
 from fusedit.runtime.inspect_module import Difference, compiled_by, inner_reason, quantised_by
@@ -75,6 +78,7 @@ class Handle:
                     )
                 )
             notes += [f"{'.'.join(session.model.path)}: {what}: {count}" for what, count in counters.events.items()]
+            notes += [f"{'.'.join(session.model.path)}: {words}" for words in conversion.summary(session.module)]
             notes += _without_kernels(session)
             if getattr(session.module, "_compiled_call_impl", None) is not None:
                 where = ".".join(session.model.path)
@@ -102,24 +106,50 @@ class Handle:
             yield from session.model.cache_reports()
 
     def restore(self) -> None:
-        """Make the pipeline bit for bit what it was. Calling it again does nothing."""
+        """Make the pipeline bit for bit what it was. Calling it again does nothing.
+
+        Raises:
+            RestoreError: the weights that the plan converted are gone; nothing was changed.
+        """
+        self._let_go(())
+
+    def _let_go(self, kept: Collection[nn.Module]) -> None:
+        """restore(), but for the weights of these modules, which stay converted."""
         if not self._active:
             return
         pipe = self._pipe()
+        self._check_restorable(kept)
         for session in self._sessions:
-            session.uninstall(pipe)
+            session.uninstall(pipe, keep_weights=session.module in kept)
         if self._prompts is not None:
             self._prompts.uninstall()
         self._active = False
         if pipe is not None and _HANDLES.get(pipe) is self:
             del _HANDLES[pipe]
 
+    def _check_restorable(self, kept: Collection[nn.Module] = ()) -> None:
+        for session in self._sessions:
+            reason = None if session.module in kept or not session.wanted else why_not_restorable(session.module)
+            if reason is not None:
+                name = ".".join(session.model.path)
+                raise RestoreError(f"the weights of {name} cannot be given back: {reason}; nothing was changed")
+
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stock behaviour inside the `with` block, for comparing both in one process. Nests."""
+        """Stock behaviour inside the `with` block, for comparing both in one process. Nests.
+
+        Where the plan converted weights, stock's come back for the block: for FLUX.1-dev that moves 22 GiB twice.
+
+        Raises:
+            RestoreError: stock's weights are gone.
+        """
+        if self._active:
+            self._check_restorable()
         parts: list[Session | PromptCache] = [*self._sessions]
         if self._prompts is not None:
             parts.append(self._prompts)
+        for session in self._sessions:
+            session.suspend()
         for part in parts:
             part.paused += 1
         try:
@@ -127,6 +157,8 @@ class Handle:
         finally:
             for part in parts:
                 part.paused -= 1
+            for session in self._sessions:
+                session.resume()
 
     def _component(self, model: FusedModel) -> Any:
         return _component(self._pipe(), model.path)
@@ -145,7 +177,9 @@ class Handle:
         return f"<fusedit.Handle {self._name} plan={self.plan.base!r} {'active' if self._active else 'restored'}>"
 
 
-def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, strict: bool = True) -> Handle:
+def accelerate(
+    pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, strict: bool = True, originals: str = "cpu"
+) -> Handle:
     """Make this pipeline faster in place; every later call of it runs rewritten code.
 
     Only this object changes: no class and no library function is patched, another pipeline that shares a component
@@ -155,13 +189,17 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
         pipe: a diffusers pipeline whose denoiser a file of `fusedit.models` serves (`fusedit models` lists them).
         plan: a tier name, a Plan, or the path of a plan JSON.
         strict: raise when the denoiser cannot be served; False accelerates what it can and reports the rest.
+        originals: where the weights go that an fp8 plan replaces: `cpu` keeps them there, so that restore() gives them
+            back bit for bit; `reload` reads them again from where the model was loaded; `drop` gives them up.
 
     Returns:
         The handle. Accelerating again with an equal plan returns the same one; another plan replaces it.
 
     Raises:
         UnsupportedPipelineError: not a diffusers pipeline, or (strict) the denoiser cannot be served.
-        PlanError: unknown tier, plan file or rewrite name.
+        PlanError: unknown tier, plan file or rewrite name, or a precision for layers that are not there.
+        ArgumentError: an unknown value of `originals`, or `reload` for a model that does not say where it is from.
+        RestoreError: another plan converted the weights, and they are gone.
     """
     from diffusers import DiffusionPipeline
 
@@ -172,6 +210,7 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
         )
     chosen = Plan.of(plan)
     _check_names(chosen)
+    check_originals(originals)
     current = _HANDLES.get(pipe)
     if current is not None and current.plan == chosen and current._is_current(pipe):
         return current
@@ -183,17 +222,22 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
         module = _component(pipe, model.path)
         if module is None or not _served(module, model):
             continue
-        reason = _refusal(pipe, module, model)
-        off = [rewrite.name for rewrite in model.rewrites if not chosen.enabled(rewrite.name)]
+        precision = _precision(module, model, chosen, current)
+        reason = _refusal(pipe, module, model) or precision.blocking
+        rewrites = model.rewrites_of(chosen)
+        off = [rewrite.name for rewrite in rewrites if not chosen.enabled(rewrite.name, rewrite.tier)]
         if reason is not None:
-            refusals += [Refusal(rewrite.name, reason) for rewrite in model.rewrites]
+            refusals += [Refusal(rewrite.name, reason) for rewrite in rewrites]
             if model.denoiser:
                 blocking.append(reason)
         else:
             refusals += [Refusal(name, "switched off by the plan") for name in off]
-        wanted = len(off) < len(model.rewrites)
+            refusals += precision.refused
+            notes += precision.notes
+        wanted = len(off) < len(rewrites)
         if wanted and (reason is None or (_overflows(module, model) and _reachable(pipe, module, model))):
-            sessions.append(Session(model, module, chosen, refused=reason))
+            chosen_layers = {} if reason is not None else precision.wanted
+            sessions.append(Session(model, module, chosen, refused=reason, wanted=chosen_layers, originals=originals))
             notes += model.notes if reason is None else ()
         elif _overflows(module, model):
             name = ".".join(model.path)
@@ -220,13 +264,25 @@ def accelerate(pipe: DiffusionPipeline, plan: Plan | str | Path = "exact", *, st
             f"(supported pipelines: {supported}; strict=False accelerates what it can and reports the rest)"
         )
     if current is not None:
-        current.restore()
-    for session in sessions:
-        session.install(pipe)
+        current._let_go([session.module for session in sessions if _stays(session)])
+    _install(pipe, sessions)
     prompts = _keep_prompts(pipe, chosen, notes)
     handle = Handle(pipe, chosen, sessions, prompts, refusals, notes)
     _HANDLES[pipe] = handle
     return handle
+
+
+def _install(pipe: DiffusionPipeline, sessions: list[Session]) -> None:
+    """All of these or, where one fails, none."""
+    done = []
+    try:
+        for session in sessions:
+            session.install(pipe)
+            done.append(session)
+    except BaseException:
+        for session in done:
+            session.uninstall(pipe)
+        raise
 
 
 def _keep_prompts(pipe: DiffusionPipeline, plan: Plan, notes: list[str]) -> PromptCache | None:
@@ -251,6 +307,17 @@ def _without_kernels(session: Session) -> list[str]:
     return [] if usable else [f"{'.'.join(session.model.path)}: ops run plain torch ({reason})"]
 
 
+def _precision(module: nn.Module, model: type[FusedModel], plan: Plan, current: Handle | None) -> Precisions:
+    ours = current is not None and any(s.module is module and s.wanted for s in current._sessions)
+    return precisions(module, model, plan, ours=ours)
+
+
+def _stays(session: Session) -> bool:
+    """Whether the weights of a module are converted already as this session wants them."""
+    made = conversion_of(session.module)
+    return made is not None and dict(made.wanted) == dict(session.wanted) and made.originals == session.originals
+
+
 def _component(pipe: Any, path: tuple[str, ...]) -> Any:
     return reduce(lambda owner, name: getattr(owner, name, None), path, pipe)
 
@@ -260,10 +327,14 @@ def _served(module: Any, model: type[FusedModel]) -> bool:
 
 
 def _check_names(plan: Plan) -> None:
-    known = [rewrite.name for model in registry().values() for rewrite in model.rewrites]
-    for name in plan.rewrites:
+    known = {rewrite.name: rewrite for model in registry().values() for rewrite in model.rewrites}
+    for name, on in plan.rewrites.items():
         if name not in known:
             raise PlanError(f"unknown rewrite {name!r} in the plan; known rewrites: {', '.join(known)}")
+        if on and not plan.enabled(name, known[name].tier):
+            raise PlanError(
+                f"rewrite {name!r} belongs to tier {known[name].tier!r}, not {plan.base!r}; change the base"
+            )
 
 
 def _overflows(module: nn.Module, model: type[FusedModel]) -> bool:

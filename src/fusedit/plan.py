@@ -12,7 +12,10 @@ from typing import Any, Final
 from fusedit.errors import PlanError
 
 SCHEMA: Final = 1
-TIERS: Final = ("exact",)
+TIERS: Final = ("exact", "fp8")
+"""Each allows what the ones before it allow."""
+PRECISIONS: Final = ("model", "fp8", "weights")
+"""Of linear layers: the dtype of the model; e4m3 weights and activations; e4m3 weights alone."""
 CACHES: Final = ("prompts", "graphs")
 DEPTH: Final = 100
 """Objects and lists inside each other at most: less than Python itself can walk through."""
@@ -43,9 +46,13 @@ class Plan:
     """A frozen description of what `accelerate` may do.
 
     Attributes:
-        base: the tier that everything not named below follows; `exact` (same mathematics, only rounding order differs).
+        base: the tier that everything not named below follows; `exact` (same mathematics, only rounding order differs)
+            or `fp8` (products in e4m3).
         rewrites: rewrite name -> on or off, overriding the tier. `fusedit models` lists the names.
-        precision: `{"default": "model" , "sites": {}}`; `exact` computes in the model's own dtype.
+        precision: `{"default": "model", "sites": {}}`, which `exact` always has: the model's own dtype. In `fp8` the
+            default is `fp8`, each model's own table, and `sites` maps patterns over the paths of linear layers
+            (`single_transformer_blocks.3.*`) to `model`, `fp8` or `weights` (e4m3 weights, activations as they are);
+            of several that match a layer the last one counts.
         cache: what is kept from one call to the next: `{"prompts": true, "graphs": true}` in `exact`, since neither
             changes a bit of the picture; a key that is left out follows the tier.
         budget: fidelity budget a tuned plan was found under, empty when not tuned.
@@ -57,7 +64,7 @@ class Plan:
 
     base: str = "exact"
     rewrites: Mapping[str, bool] = field(default_factory=dict)
-    precision: Mapping[str, Any] = field(default_factory=lambda: {"default": "model", "sites": {}})
+    precision: Mapping[str, Any] = field(default_factory=dict)
     cache: Mapping[str, bool] = field(default_factory=dict)
     budget: Mapping[str, Any] = field(default_factory=dict)
     evidence: Any = None
@@ -84,7 +91,7 @@ class Plan:
         for name, on in self.rewrites.items():
             if not isinstance(on, bool):
                 raise PlanError(f"rewrite {name!r} must be true or false, not {on!r}")
-        _only(self.precision, {"default": ("model",), "sites": ({},)}, "precision")
+        object.__setattr__(self, "precision", _frozen(_precision(self.base, self.precision)))
         for name, on in self.cache.items():
             if name not in CACHES:
                 raise PlanError(f"unknown key {name!r} in plan 'cache'; known keys: {', '.join(CACHES)}")
@@ -98,9 +105,9 @@ class Plan:
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self  # frozen
 
-    def enabled(self, rewrite: str) -> bool:
-        """Whether this plan switches the rewrite on. The `exact` tier has every bitwise or reordered rewrite on."""
-        return self.rewrites.get(rewrite, True)
+    def enabled(self, rewrite: str, tier: str = "exact") -> bool:
+        """Whether this plan switches a rewrite on that belongs to `tier`: unless named, from that tier on."""
+        return self.rewrites.get(rewrite, True) and TIERS.index(self.base) >= TIERS.index(tier)
 
     def without(self, *names: str) -> Plan:
         """The same plan with these rewrites switched off."""
@@ -164,9 +171,24 @@ def _read(data: dict[str, Any]) -> Plan:
     return Plan.from_dict(data)
 
 
-def _only(value: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], name: str) -> None:
-    for key, item in value.items():
-        if key not in allowed:
-            raise PlanError(f"unknown key {key!r} in plan {name!r}; known keys: {', '.join(allowed)}")
-        if _thawed(item) not in allowed[key]:
-            raise PlanError(f"plan {name}.{key} is {_thawed(item)!r}; tier 'exact' allows {allowed[key][0]!r}")
+def _precision(base: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The precision of a plan with what its tier fills in, checked."""
+    unknown = [key for key in given if key not in ("default", "sites")]
+    if unknown:
+        raise PlanError(f"unknown key {unknown[0]!r} in plan 'precision'; known keys: default, sites")
+    allowed = ("model",) if base == "exact" else ("fp8", "model")
+    default, sites = given.get("default", allowed[0]), given.get("sites", {})
+    if default not in allowed:
+        known = " or ".join(map(repr, allowed))
+        raise PlanError(f"plan precision.default is {_thawed(default)!r}; tier {base!r} allows {known}")
+    if not isinstance(sites, Mapping):
+        raise PlanError(f"plan precision.sites must be an object of pattern to precision, not {type(sites).__name__}")
+    if base == "exact" and sites:
+        raise PlanError(
+            f"plan precision.sites is {_thawed(sites)!r}; tier 'exact' computes in the model's dtype, use base 'fp8'"
+        )
+    for pattern, value in sites.items():
+        if value not in PRECISIONS:
+            known = ", ".join(PRECISIONS)
+            raise PlanError(f"plan precision of {pattern!r} is {_thawed(value)!r}; give one of {known}")
+    return {"default": default, "sites": dict(sites)}

@@ -1,4 +1,4 @@
-"""A single block of FLUX up to its closing product: one product of all that reads the input of the block, attention."""
+"""A single block of FLUX: one product of all that reads its input, attention, and the closing product of both."""
 
 from __future__ import annotations
 
@@ -7,42 +7,94 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fusedit import ops
+from fusedit.float8.linear import Float8Linear
+from fusedit.float8.products import scaled
+from fusedit.float8.rows import Activation, Rows
 from fusedit.models._flux_parts import Pair, eps, width_of
-from fusedit.models._scratch import scratch_part
+from fusedit.models._products import add_to_columns, linear, separate, takes_rows, times
+from fusedit.models._scratch import Scratch
+from fusedit.runtime.linear import Whole
 
 if TYPE_CHECKING:
     from fusedit.models.flux import Flux
 
+Tensor = torch.Tensor
 IMAGE: Final = ("to_q", "to_k", "to_v")
 """Attention's inputs in a single block, and those of the image stream in a double block."""
 
 
-class SingleInput:
-    """q, k, v and the MLP input of a single block as one product, and what follows up to the closing product."""
+class Single:
+    """q, k, v and the MLP input of a single block as one product, and what follows up to its result."""
 
     def __init__(self, block: Any, model: Flux) -> None:
         self.block, self.model = block, model
         # proj_mlp sits on the block and to_q on its attention, so the group reads them through one view of both.
         self.product = model.packed(_View(block), (*IMAGE, "proj_mlp"))
 
-    def __call__(self, n: torch.Tensor, scratch: torch.Tensor, rotary: Pair, offloaded: bool) -> torch.Tensor:
-        """n [B, S, C] -> [attention | GELU(mlp)] [B, S, C + M], a strided view into the product's output in scratch."""
+    def unpack(self) -> None:
+        self.product.unpack()
+
+    def reads_rows(self) -> bool:
+        """Whether the norm before it should give rows in e4m3."""
+        return takes_rows(self.product.layers())
+
+    def bounded(self) -> list[Any]:
+        """The layers that bound what the closing product reads: GELU's and attention's, where both are quantised."""
+        layers = self.product.layers()
+        return [layers[3], layers[2]] if self.reads_rows() and takes_rows([self.block.proj_out]) else []
+
+    def codes_width(self) -> int:
+        """Columns of the closing product's input."""
+        return int(self.block.attn.inner_dim) + len(self.block.proj_mlp.weight)
+
+    def __call__(
+        self, n: Activation, y: Tensor, scratch: Scratch, rotary: Pair, offloaded: bool, bounds: Tensor | None
+    ) -> None:
+        """n [B, S, C], the normed input, through the block into y [B, S, C], which its gate multiplies."""
+        parts = self.product.parts()
+        whole = self.product.whole(parts, offloaded=offloaded)
+        if isinstance(n, Rows) and bounds is not None and whole is not None and whole.bias is not None:
+            self._float8(n, y, whole, scratch, rotary, bounds)
+            return
         attn = self.block.attn
         wide = attn.inner_dim
-        x = scratch_part(scratch, n, width_of(self.block))
-        whole = self.product.whole(offloaded=offloaded)
-        if whole is not None and whole[1] is not None:
-            self.model.linear_gelu(n, *whole, 3 * wide, out=x)
+        x = scratch.dense(n, width_of(self.block))
+        plain = whole is not None and not any(part is not None and part.branches for part in parts)
+        if whole is not None and plain and whole.bias is not None and isinstance(n, Tensor) and whole.scale is None:
+            self.model.linear_gelu(n, whole.weight, whole.bias, 3 * wide, out=x)
         else:
-            self.product.separate(n, x)
+            if whole is None:
+                separate(self.product.layers(), n, x)
+            else:
+                add_to_columns(times(n, whole, x), n, parts)
             self.model.gelu(x[..., 3 * wide :], out=x[..., 3 * wide :])
-        qkv = x[..., : 3 * wide].view(*x.shape[:2], 3, -1, attn.head_dim)
-        q, k, v = qkv.unbind(2)
-        self.model.rope(qkv, attn.norm_q.weight, attn.norm_k.weight, *rotary, eps(attn.norm_q, n), out=(q, k))
-        a = self.model.attention(q, k, v).flatten(2)
+        a = self._attend(x[..., : 3 * wide], rotary)
         copy = ops.strided_copy.unchecked if a.is_cpu else ops.strided_copy
         copy(a, out=x[..., 2 * wide : 3 * wide])  # over v: beside the MLP's columns, for the closing product
-        return x[..., 2 * wide :]
+        linear(self.block.proj_out, x[..., 2 * wide :], out=y)
+
+    def _float8(self, n: Rows, y: Tensor, whole: Whole, scratch: Scratch, rotary: Pair, bounds: Tensor) -> None:
+        """The same in e4m3: the activated MLP and attention's output are written as the rows of the closing product."""
+        model, closing = self.model, self.block.proj_out
+        assert isinstance(closing, Float8Linear)
+        wide = self.block.attn.inner_dim
+        model.counters.ran("flux.fp8")
+        qkv = scratch.dense(n, 3 * wide)
+        codes = scratch.codes(n, self.codes_width())
+        scale = model.row_bounds(n.length, bounds, False)
+        dtype = str(y.dtype).removeprefix("torch.")
+        mlp = codes[..., wide:]
+        model.scaled_linear_gelu(*n[:2], whole.weight, whole.scale, whole.bias, scale, 3 * wide, dtype, out=(qkv, mlp))
+        model.scale_rows(self._attend(qkv, rotary), scale, out=codes[..., :wide])
+        scaled(Rows(codes, scale, scale), closing.weight, closing.weight_scale, closing.bias, y.dtype, y)
+
+    def _attend(self, qkv: Tensor, rotary: Pair) -> Tensor:
+        """Attention on q, k, v [B, S, 3 C] of one product; q and k are overwritten -> [B, S, C]."""
+        attn, model = self.block.attn, self.model
+        heads = qkv.view(*qkv.shape[:2], 3, -1, attn.head_dim)
+        q, k, v = heads.unbind(2)
+        model.rope(heads, attn.norm_q.weight, attn.norm_k.weight, *rotary, eps(attn.norm_q, qkv), out=(q, k))
+        return model.attention(q, k, v).flatten(2)  # type: ignore[no-any-return]
 
 
 class _View:

@@ -12,9 +12,12 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 import torch
 from torch import nn
 
+from fusedit.float8.rows import Rows
+from fusedit.models._bounds import Bounds
 from fusedit.models._modulation import Modulation
+from fusedit.models._precision import Precision
 from fusedit.ops._op import Op
-from fusedit.plan import Plan
+from fusedit.plan import TIERS, Plan
 from fusedit.report import CacheReport
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.form import Form, form_of
@@ -39,11 +42,13 @@ class Rewrite:
         name: `<model>.<site>`, unique over all models.
         exactness: `bitwise`, `reordered` or `lossy`.
         summary: what it replaces, in one line.
+        tier: the first tier that has it.
     """
 
     name: str
     exactness: str
     summary: str
+    tier: str = "exact"
 
 
 class Followed(Generic[T]):
@@ -95,6 +100,8 @@ class FusedModel(ABC):
     blocks: ClassVar[tuple[str, ...]] = ()
     """Lists of the module whose entries are built alike and may be replaced, reordered, fewer or more."""
     rewrites: ClassVar[tuple[Rewrite, ...]]
+    precisions: ClassVar[tuple[Precision, ...]] = ()
+    """What the fp8 tier does with which linear layers; any that no pattern matches stays as it is."""
     notes: ClassVar[tuple[str, ...]] = ()
     """Facts about what stays stock, for the report."""
     overflows: ClassVar[bool] = False
@@ -112,6 +119,7 @@ class FusedModel(ABC):
             name = f"{'.'.join(self.path)} graphs"
             self.graphs = StepGraphs(counters, enabled=enabled, name=name, host_share=HOST_SHARE_OF_ONE_CALL)
         self.modulation = Modulation(self.cache, counters)
+        self.limits: tuple[Bounds, ...] = ()
         self._ready: set[tuple[torch.device, torch.dtype]] = set()
 
     def make_ready(self, x: torch.Tensor) -> None:
@@ -127,6 +135,8 @@ class FusedModel(ABC):
         """Let go of everything kept between calls."""
         self.cache.clear()
         self.graphs.clear()
+        for bounds in self.limits:
+            bounds.clear()
 
     def cache_reports(self) -> tuple[CacheReport, ...]:
         """What the caches of this model did, for those that were asked at all."""
@@ -191,6 +201,28 @@ class FusedModel(ABC):
             return op.unchecked(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
 
         return run
+
+    def either(self, rewrite: str, dense: Op[..., Any], rows: Op[..., Any]) -> Callable[..., Any]:
+        """A norm's site: `out`, or the last of it, says whether it gives dense activations or rows in e4m3."""
+        give_dense, give_rows = self.site(rewrite, dense), self.site(rewrite, rows)
+
+        def run(*args: Any, out: Any = None) -> Any:
+            if isinstance(out, Rows):
+                return give_rows(*args, out=tuple(out))
+            if isinstance(out, tuple) and isinstance(out[1], Rows):
+                return give_rows(*args, out=(out[0], *out[1]))
+            return give_dense(*args, out=out)
+
+        return run
+
+    def uncounted(self, op: Op[..., Any]) -> Callable[..., Any]:
+        """An op that is part of a site that counts already."""
+        return lambda *args, **kwargs: op.unchecked(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
+
+    @classmethod
+    def rewrites_of(cls, plan: Plan) -> tuple[Rewrite, ...]:
+        """The rewrites that the plan's tier has."""
+        return tuple(rewrite for rewrite in cls.rewrites if TIERS.index(rewrite.tier) <= TIERS.index(plan.base))
 
     def hoisted(
         self, rewrite: str, inputs: tuple[torch.Tensor, ...], owner: nn.Module, compute: Callable[[], Any]

@@ -19,6 +19,7 @@ from fusedit import ops
 from fusedit.report import CacheReport
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.hoist import RunCache
+from fusedit.runtime.linear import scale_of
 
 ROWS: Final = 32
 """Rows of a table at most: 68 MB for FLUX.1-dev, 31 MB for Z-Image-Turbo."""
@@ -89,15 +90,16 @@ class Modulation:
             return separate(layers, x)
         self.counters.ran(rewrite)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        table, kept = self._table(weights, biases, key, ahead, watched, owner, tokens, settings)
+        scales = _scales(layers)
+        table, kept = self._table(weights, biases, scales, key, ahead, watched, owner, tokens, settings)
         if not kept:
             self.misses += key.shape[0]  # computed by this call, alone or with the rows of the coming steps
         if table is None:
-            y, _ = _grouped(x, weights, biases)
+            y, _ = _grouped(x, weights, biases, scales=scales)
             return y
         hit = self._place(table.values) if kept else x.new_empty(x.shape[0])
         out = (x.new_empty(x.shape[0], table.values.shape[2]), hit)
-        y, _ = _grouped(x, weights, biases, key, table.keys, table.values, out=out)
+        y, _ = _grouped(x, weights, biases, key, table.keys, table.values, scales=scales, out=out)
         run = self.cache.run
         if run is not None and run.step + 1 >= len(run.timesteps):
             self.cache.drop(table)  # the VAE, which comes next, may need the memory
@@ -123,6 +125,7 @@ class Modulation:
         self,
         weights: list[torch.Tensor],
         biases: list[torch.Tensor],
+        scales: list[torch.Tensor] | None,
         key: torch.Tensor,
         ahead: Ahead,
         watched: tuple[torch.Tensor, ...],
@@ -150,7 +153,7 @@ class Modulation:
             for former in (kept := self._tables())[: max(0, len(kept) - TABLES + 1)]:
                 self.cache.drop(former)
             keys, x = ahead(timesteps)
-            values = _grouped(x, weights, biases)[0].view(*keys.shape[:2], -1)
+            values = _grouped(x, weights, biases, scales=scales)[0].view(*keys.shape[:2], -1)
             return _Table(first, keys, values)
 
         for former in self._tables():
@@ -181,8 +184,16 @@ class Modulation:
             self._calls = 0
 
 
-def _grouped(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _scales(layers: Sequence[Any]) -> list[torch.Tensor] | None:
+    """The scales of layers whose weights are e4m3, else None; `_why_separate` sees to it that all are alike."""
+    scales = [scale_of(layer) for layer in layers]
+    return None if any(scale is None for scale in scales) else [scale for scale in scales if scale is not None]
+
+
+def _grouped(*args: Any, scales: list[torch.Tensor] | None, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     op = ops.grouped_linear
+    if scales is not None:
+        kwargs["scales"] = scales
     made: tuple[torch.Tensor, torch.Tensor] = op.unchecked(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
     return made
 
@@ -193,13 +204,16 @@ def separate(layers: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
 
 
 def _why_separate(layers: Sequence[Any], x: torch.Tensor) -> str | None:
+    codes = scale_of(layers[0]) is not None
     for layer in layers:
         kind: Any = type(layer)
-        if kind is not nn.Linear:
+        if kind is not nn.Linear and scale_of(layer) is None:
             return f"a modulation layer is a {kind.__module__.partition('.')[0]} {kind.__name__} layer"
+        if (scale_of(layer) is not None) is not codes or getattr(layer, "branches", None):
+            return "modulation layers differ in precision, or a fused LoRA stands beside one"
         if layer.bias is None:
             return "a modulation layer has no bias"
-        for t in (layer.weight, layer.bias):
-            if t.dtype is not x.dtype or t.device != x.device or not t.is_contiguous():
+        for t, dtype in ((layer.weight, layer.weight.dtype if codes else x.dtype), (layer.bias, x.dtype)):
+            if t.dtype is not dtype or t.device != x.device or not t.is_contiguous():
                 return "modulation weights differ from the activations in dtype or device, or are not contiguous"
     return None

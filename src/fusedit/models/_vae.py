@@ -21,12 +21,12 @@ from torch.nn import functional as F
 from fusedit import ops
 from fusedit.errors import OpError
 from fusedit.models._model import FusedModel, Rewrite
+from fusedit.models._products import linear
 from fusedit.models._sum import Sum, added, total
 from fusedit.plan import Plan
 from fusedit.runtime import relaid, widened
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
-from fusedit.runtime.linear import linear
 
 Tensor = torch.Tensor
 CONVERSIONS: Final = "conversions between NCHW and channels_last"

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fusedit import ops
-from fusedit.models._scratch import scratch_part
+from fusedit.float8.linear import Float8Linear
+from fusedit.float8.products import scaled
+from fusedit.float8.rows import Activation, Rows
+from fusedit.models._products import add_to_columns, linear, packed, separate, takes_rows, times
+from fusedit.models._scratch import Scratch
 from fusedit.models._z_image_layout import Table
-from fusedit.runtime.linear import PackedLinear, Part, linear
-from fusedit.runtime.product import multiply
+from fusedit.runtime.linear import PackedLinear, Part
 
 if TYPE_CHECKING:
     from fusedit.models.z_image import ZImage
 
+Tensor = torch.Tensor
 _QKV: Final = ("to_q", "to_k", "to_v")
 
 
@@ -23,41 +27,65 @@ class Block:
 
     def __init__(self, block: Any, model: ZImage) -> None:
         self.stock, self.model = block, model
-        packed, counters = model.plan.enabled, model.counters
+        enabled, counters = model.plan.enabled, model.counters
         qkv, w13 = "z_image.packed_qkv", "z_image.packed_ffn"
-        self.qkv = PackedLinear(Part(block, "attention"), _QKV, qkv, counters, enabled=packed(qkv))
-        self.w13 = PackedLinear(Part(block, "feed_forward"), ("w1", "w3"), w13, counters, enabled=packed(w13))
+        self.qkv = PackedLinear(Part(block, "attention"), _QKV, qkv, counters, enabled=enabled(qkv))
+        self.w13 = PackedLinear(Part(block, "feed_forward"), ("w1", "w3"), w13, counters, enabled=enabled(w13))
 
     def unpack(self) -> None:
         self.qkv.unpack()
         self.w13.unpack()
 
-    def attend(
-        self, n: torch.Tensor, scratch: torch.Tensor, table: Table, offloaded: bool, rows: int | None
-    ) -> torch.Tensor:
+    def reads_rows(self) -> tuple[bool, bool]:
+        """Whether the norms before attention and before the feed-forward layer should give rows in e4m3."""
+        return takes_rows(self.qkv.layers()), takes_rows(self.w13.layers())
+
+    def bounded(self) -> list[Any]:
+        """The layers that bound what the feed-forward layer's last product reads, in e4m3."""
+        layers = self.w13.layers()
+        plain = all(layer.bias is None for layer in layers)
+        return layers if plain and takes_rows([*layers, self.stock.feed_forward.w2]) else []
+
+    def attend(self, n: Activation, scratch: Scratch, table: Table, offloaded: bool, rows: int | None) -> Tensor:
         """n [B, S, C] -> attention's output [B, rows or S, C]."""
         attn, model = self.stock.attention, self.model
-        qkv = scratch_part(scratch, n, 3 * len(attn.to_q.weight))
-        packed = self.qkv(n, out=qkv, offloaded=offloaded).view(*n.shape[:2], 3, attn.heads, -1)
-        q, k, v = packed.unbind(2)
+        qkv = packed(self.qkv, n, scratch.dense(n, 3 * len(attn.to_q.weight)), offloaded=offloaded)
+        heads = qkv.view(*qkv.shape[:2], 3, attn.heads, -1)
+        q, k, v = heads.unbind(2)
         norms = (attn.norm_q.weight, attn.norm_k.weight)
-        model.rope(packed, *norms, table.cos, table.sin, attn.norm_q.eps, out=(q, k))
+        model.rope(heads, *norms, table.cos, table.sin, attn.norm_q.eps, out=(q, k))
         a = model.attention(q if rows is None else q[:, :rows], k, v, table.mask)
         return linear(attn.to_out[0], a.flatten(2))
 
-    def feed(self, n: torch.Tensor, scratch: torch.Tensor, out: torch.Tensor, offloaded: bool) -> None:
+    def feed(self, n: Activation, scratch: Scratch, out: Tensor, offloaded: bool, bounds: Tensor | None) -> None:
         """n [B, S, C] -> the feed-forward layer's output, into out."""
-        wide = self.hidden()
-        whole = self.w13.whole(offloaded=offloaded)
-        if whole is not None and whole[1] is None and ops.linear_swiglu.backend(n, whole[0]).name == "triton":
-            g = self.model.linear_swiglu(n, whole[0], out=scratch_part(scratch, n, wide))
+        wide, last = self.hidden(), self.stock.feed_forward.w2
+        parts = self.w13.parts()
+        whole = self.w13.whole(parts, offloaded=offloaded)
+        added = any(part is None or part.branches for part in parts)
+        if isinstance(n, Rows) and bounds is not None and whole is not None and isinstance(last, Float8Linear):
+            self.model.counters.ran("z_image.fp8")
+            scale = self.model.row_bounds(n.length, bounds, True)
+            weights, codes = (whole.weight, whole.scale), scratch.codes(n, wide)
+            self.model.scaled_linear_swiglu(*n[:2], *weights, scale, out=codes)
+            scaled(Rows(codes, scale, scale), last.weight, last.weight_scale, last.bias, out.dtype, out)
+            return
+        if isinstance(n, Tensor) and whole is not None and not added and whole.bias is None and whole.scale is None:
+            fused = ops.linear_swiglu.backend(n, whole.weight).name == "triton"
+        else:
+            fused = False
+        if fused and whole is not None:
+            g = self.model.linear_swiglu(n, whole.weight, out=scratch.dense(n, wide))
         else:
             # Not through the op, whose result has no room for both: the gate works in place on the product's output.
-            u = scratch_part(scratch, n, 2 * wide)
-            u = self.w13.separate(n, u) if whole is None else multiply(n, *whole, u)
+            u = scratch.dense(n, 2 * wide)
+            if whole is None:
+                separate(self.w13.layers(), n, u)
+            else:
+                add_to_columns(times(n, whole, u), n, parts)
             a, b = u.chunk(2, dim=-1)
             g = self.model.swiglu(a, b, out=a)
-        linear(self.stock.feed_forward.w2, g, out=out)
+        linear(last, g, out=out)
 
     def hidden(self) -> int:
         """F, the inner width of the feed-forward layer."""

@@ -19,19 +19,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedit import ops
+from fusedit.float8.rows import part
 from fusedit.models._attention import attention_reason
-from fusedit.models._flux_parts import Pair, Residuals, Six, Vectors, eps, width_of
-from fusedit.models._flux_single import IMAGE, SingleInput
+from fusedit.models._bounds import Bounds, gelu_bounds
+from fusedit.models._flux_double import Double
+from fusedit.models._flux_parts import Pair, Residuals, Vectors, width_of
+from fusedit.models._flux_single import Single
 from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
-from fusedit.models._scratch import scratch_part
+from fusedit.models._precision import Precision
+from fusedit.models._products import linear
+from fusedit.models._scratch import Scratch, Targets
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
-from fusedit.runtime.linear import PackedLinear, Part, linear
+from fusedit.runtime.linear import PackedLinear
 from fusedit.runtime.lora_scale import lora_scaled
-
-_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")  # the text stream's IMAGE
 
 
 class Flux(FusedModel):
@@ -90,29 +93,53 @@ class Flux(FusedModel):
             "flux.modulation", "reordered", "modulation of all blocks in one launch, for many steps of a run at once"
         ),
         Rewrite("flux.hoist", "bitwise", "rotary tables and the text projection once a run instead of once a step"),
+        Rewrite("flux.fp8", "lossy", "products of e4m3 weights and activations, quantised where they are made", "fp8"),
+        Rewrite("flux.fp8_modulation", "lossy", "weights of the modulation in e4m3, applied as they are", "fp8"),
+    )
+    precisions = (
+        Precision("*norm1.linear", "weights", "one row reads 3.2 billion weights"),
+        Precision("*norm1_context.linear", "weights", "one row reads 3.2 billion weights"),
+        Precision("single_transformer_blocks.*.norm.linear", "weights", "one row reads 3.2 billion weights"),
+        Precision("norm_out.linear", "weights", "one launch with the other modulation layers"),
+        Precision("transformer_blocks.*", "fp8"),
+        Precision("single_transformer_blocks.*", "fp8"),
+        Precision("x_embedder", "model", "embedder: 64 inputs, whose error every block reads"),
+        Precision("context_embedder", "model", "embedder, once a run"),
+        Precision("time_text_embed.*", "model", "embedder: one row, whose error every modulation reads"),
+        Precision("proj_out", "model", "final layer: its error is the picture's, 64 outputs"),
     )
 
     def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
         super().__init__(module, plan, counters)
-        self.norm = self.site("flux.norm_modulate", ops.layer_norm_modulate)
+        self.norm = self.either(
+            "flux.norm_modulate", ops.layer_norm_modulate, getattr(ops, "layer_norm_modulate_fp8", ops.gelu_tanh)
+        )
         self.gate = self.site("flux.gated_residual", ops.gated_residual)
-        self.gate_norm = self.site("flux.gated_residual", ops.gated_residual_layer_norm)
+        fused = ops.gated_residual_layer_norm, getattr(ops, "gated_residual_layer_norm_fp8", ops.gelu_tanh)
+        self.gate_norm = self.either("flux.gated_residual", *fused)
         self.rope = self.site("flux.qk_norm_rope", ops.qk_norm_rope)
         self.gelu = self.site("flux.gelu", ops.gelu_tanh)
         self.linear_gelu = self.site("flux.gelu", ops.linear_gelu)
         self.attention = self.site("flux.attention", ops.attention)
-        self.image_qkv = Followed(lambda block: self.packed(Part(block, "attn"), IMAGE), PackedLinear.unpack)
-        self.text_qkv = Followed(lambda block: self.packed(Part(block, "attn"), _TEXT), PackedLinear.unpack)
-        self.qkv_mlp = Followed(lambda block: SingleInput(block, self), lambda single: single.product.unpack())
+        self.scaled_linear_gelu = self.site("flux.gelu", getattr(ops, "scaled_linear_gelu", ops.gelu_tanh))
+        self.row_bounds, self.scale_rows = (
+            self.uncounted(getattr(ops, "row_bounds", ops.gelu_tanh)),
+            self.uncounted(getattr(ops, "scale_rows", ops.gelu_tanh)),
+        )
+        self.bounds = Bounds(self.cache, gelu_bounds)
+        self.limits = (self.bounds,)
+        self.doubles = Followed(lambda block: Double(block, self), Double.unpack)
+        self.singles = Followed(lambda block: Single(block, self), Single.unpack)
 
     def packed(self, parent: Any, names: tuple[str, ...]) -> PackedLinear:
         rewrite = "flux.packed_qkv"
         return PackedLinear(parent, names, rewrite, self.counters, enabled=self.plan.enabled(rewrite))
 
     def unpack(self) -> None:
-        singles = (single.product for single in self.qkv_mlp.values())
-        for group in (*self.image_qkv.values(), *self.text_qkv.values(), *singles):
-            group.unpack()
+        for double in self.doubles.values():
+            double.unpack()
+        for single in self.singles.values():
+            single.unpack()
 
     @classmethod
     def arguments(cls, module: nn.Module) -> dict[str, Any]:
@@ -180,13 +207,17 @@ class Flux(FusedModel):
             double = Residuals(controlnet_block_samples, len(m.transformer_blocks), controlnet_blocks_repeat)
             single = Residuals(controlnet_single_block_samples, len(m.single_transformer_blocks), False)
 
+            limits = self._bounds()
+
             def step(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
                 x, text, mods, cos, sin, *residuals = tensors
+                bounds = None if limits is None else residuals.pop(0)
                 doubles, singles = double.of(residuals), single.of(residuals[double.count :])
-                return self._step(x, text, mods, (cos, sin), doubles, singles)
+                return self._step(x, text, mods, (cos, sin), doubles, singles, bounds)
 
-            inputs = (hidden_states, text, mods, *rotary, *double.samples, *single.samples)
-            key = (double.count, single.count, controlnet_blocks_repeat)
+            given = () if limits is None else (limits,)
+            inputs = (hidden_states, text, mods, *rotary, *given, *double.samples, *single.samples)
+            key = (double.count, single.count, controlnet_blocks_repeat, limits is None)
             refused = "weights move between calls (offload)" if offload_hook(m) else ""
             y = self.graphs.run(key, m, inputs, step, refused)
         return Transformer2DModelOutput(sample=y) if return_dict else (y,)
@@ -242,6 +273,13 @@ class Flux(FusedModel):
             return embed(timestep, pooled)  # type: ignore[no-any-return]
         return embed(timestep, guidance.to(dtype) * 1000, pooled)  # type: ignore[no-any-return]
 
+    def _bounds(self) -> torch.Tensor | None:
+        """Bounds of what closing products read in e4m3 [2 doubles + singles, 4]; None where none does."""
+        m: Any = self.module
+        doubles = self.doubles(m.transformer_blocks)
+        groups = [group for block in doubles for group in block.bounded()]
+        return self.bounds([*groups, *(block.bounded() for block in self.singles(m.single_transformer_blocks))])
+
     def _step(
         self,
         x: torch.Tensor,
@@ -250,111 +288,76 @@ class Flux(FusedModel):
         rotary: Pair,
         double: Residuals,
         single: Residuals,
+        bounds: torch.Tensor | None,
     ) -> torch.Tensor:
         """x [B, I, *] -> [B, I, *]; text [B, T, C], mods [B, N], rotary tables [1, T + I, D / 2]."""
         m: Any = self.module
         t, s, wide = text.shape[1], text.shape[1] + x.shape[1], text.shape[2]
-        # h is the residual stream. n holds in turn what a norm gives to a product and what the branch's last product
-        # gives back: each pass over h reads a row of the latter before it writes the former in its place.
-        h, n = text.new_empty(2, x.shape[0], s, wide)
+        # h is the residual stream. y holds what a branch's last product gives back; the norm that reads it may put what
+        # it gives to the next product in its place, since it reads a row before it writes it.
+        h, y = text.new_empty(2, x.shape[0], s, wide)
         h[:, :t] = text
         linear(m.x_embedder, x, out=h[:, t:])
         vectors = Vectors(mods, wide, len(m.transformer_blocks), len(m.single_transformer_blocks))
-        self._blocks(h, n, vectors, t, rotary, double, single)
-        return linear(m.proj_out, n[:, t:])
+        self._blocks(h, y, vectors, t, rotary, double, single, bounds)
+        return linear(m.proj_out, y[:, t:])
 
     def _blocks(
         self,
         h: torch.Tensor,
-        n: torch.Tensor,
+        y: torch.Tensor,
         vectors: Vectors,
         t: int,
         rotary: Pair,
         double: Residuals,
         single: Residuals,
+        bounds: torch.Tensor | None,
     ) -> None:
-        """All blocks; h [B, T + I, C] is overwritten, n leaves with the modulated final norm."""
+        """All blocks; h [B, T + I, C] is overwritten, y leaves with the modulated final norm."""
         m: Any = self.module
         offloaded = offload_hook(m)
-        doubles, singles = list(m.transformer_blocks), list(m.single_transformer_blocks)
+        doubles, singles = self.doubles(m.transformer_blocks), self.singles(m.single_transformer_blocks)
         entry, joint, final = vectors.double, vectors.single, vectors.final
+        image, text = slice(t, None), slice(None, t)
+        targets = Targets(y)
+        # Where the norm before each block, and the last one, puts what it gives: for image and text, then for both.
+        split = [tuple(map(targets.of, block.reads_rows())) for block in doubles]
+        whole = [targets.of(block.reads_rows()) for block in singles] + [y]
         after = joint[0][:2] if joint else final  # the norm that follows the last double block, in both streams
         if entry:
-            self.norm(h[:, t:], *entry[0][0][:2], out=n[:, t:])
-            self.norm(h[:, :t], *entry[0][1][:2], out=n[:, :t])
+            self.norm(h[:, image], *entry[0][0][:2], out=part(split[0][0], image))
+            self.norm(h[:, text], *entry[0][1][:2], out=part(split[0][1], text))
         else:
-            self.norm(h, *after, out=n)
+            self.norm(h, *after, out=whole[0])
+        everything: list[Double | Single] = [*doubles, *singles]
+        blocks = [block.block for block in everything]
+        codes = max((block.codes_width() for block in everything), default=0) if bounds is not None else 0
         # Every product of a block writes here: attention's inputs first, then the feed-forward layer's.
-        scratch = h.new_empty(h.shape[0] * h.shape[1], max([0, *map(width_of, doubles), *map(width_of, singles)]))
-        products = zip(self.image_qkv(doubles), self.text_qkv(doubles), strict=True)
-        for i, (block, qkv) in enumerate(zip(doubles, products, strict=True)):
-            last = i + 1 == len(doubles)
-            following = (after, after) if last else (entry[i + 1][0][:2], entry[i + 1][1][:2])
-            self._double(block, qkv, h, n, scratch, t, rotary, entry[i], following, double.at(i), offloaded)
-        for i, (block, qkv_mlp) in enumerate(zip(singles, self.qkv_mlp(singles), strict=True)):
-            x = qkv_mlp(n, scratch, rotary, offloaded)
-            linear(block.proj_out, x, out=n)
+        scratch = Scratch(h, max([0, *map(width_of, blocks)]), codes)
+        for i, block in enumerate(doubles):
+            n = part(split[i][0], image), part(split[i][1], text)
+            block.attend(n, y, scratch, t, rotary, offloaded)
+            if i + 1 < len(doubles):
+                then = entry[i + 1][0][:2], entry[i + 1][1][:2]
+                where = part(split[i + 1][0], image), part(split[i + 1][1], text)
+            else:
+                then, where = (after, after), (part(whole[0], image), part(whole[0], text))
+            following = (then[0], where[0]), (then[1], where[1])
+            block.feed(
+                h, y, targets, scratch, t, entry[i], following, double.at(i), _rows(bounds, 2 * i, block.bounded())
+            )
+        for i, one in enumerate(singles):
+            (bound,) = _rows(bounds, 2 * len(doubles) + i, [one.bounded()])
+            one(whole[i], y, scratch, rotary, offloaded, bound)
             gate = joint[i][2]
             following_norm = joint[i + 1][:2] if i + 1 < len(singles) else final
             extra = single.at(i)
             if extra is None:
-                self.gate_norm(h, n, gate, *following_norm, out=(h, n))
+                self.gate_norm(h, y, gate, *following_norm, out=(h, whole[i + 1]))
             else:
-                self.gate(h, n, gate, out=h)
+                self.gate(h, y, gate, out=h)
                 h[:, t:] += extra
-                self.norm(h, *following_norm, out=n)
-
-    def _double(
-        self,
-        block: Any,
-        products: tuple[PackedLinear, PackedLinear],
-        h: torch.Tensor,
-        n: torch.Tensor,
-        scratch: torch.Tensor,
-        t: int,
-        rotary: Pair,
-        mods: tuple[Six, Six],
-        following: tuple[Pair, Pair],
-        extra: torch.Tensor | None,
-        offloaded: bool,
-    ) -> None:
-        """One double block: n holds its modulated input and leaves with the following block's; h is the residual."""
-        attn = block.attn
-        cos, sin = rotary
-        qkv = scratch_part(scratch, h, 3 * attn.inner_dim)
-        products[0](n[:, t:], out=qkv[:, t:], offloaded=offloaded)
-        products[1](n[:, :t], out=qkv[:, :t], offloaded=offloaded)
-        qkv = qkv.view(*qkv.shape[:2], 3, -1, attn.head_dim)
-        for part, norm_q, norm_k, table in (
-            (qkv[:, t:], attn.norm_q, attn.norm_k, (cos[:, t:], sin[:, t:])),
-            (qkv[:, :t], attn.norm_added_q, attn.norm_added_k, (cos[:, :t], sin[:, :t])),
-        ):
-            self.rope(part, norm_q.weight, norm_k.weight, *table, eps(norm_q, h), out=(part[:, :, 0], part[:, :, 1]))
-        a = self.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).flatten(2)
-        linear(attn.to_out[0], a[:, t:], out=n[:, t:])
-        linear(attn.to_add_out, a[:, :t], out=n[:, :t])
-        del a
-        for rows, ff, mod, then, added in (
-            (slice(t, None), block.ff, mods[0], following[0], extra),
-            (slice(None, t), block.ff_context, mods[1], following[1], None),
-        ):
-            hp, np_ = h[:, rows], n[:, rows]
-            _, _, gate_attention, scale, shift, gate_mlp = mod
-            self.gate_norm(hp, np_, gate_attention, scale, shift, out=(hp, np_))
-            linear(ff.net[2], self._activated(ff.net[0].proj, np_, scratch), out=np_)
-            if added is None:
-                self.gate_norm(hp, np_, gate_mlp, *then, out=(hp, np_))
-            else:
-                self.gate(hp, np_, gate_mlp, out=hp)
-                hp += added
-                self.norm(hp, *then, out=np_)
-
-    def _activated(self, layer: Any, x: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """gelu(layer(x)), in scratch; x [B, S, K]."""
-        u = scratch_part(scratch, x, len(layer.weight))
-        if type(layer) is nn.Linear and layer.bias is not None:
-            return self.linear_gelu(x, layer.weight, layer.bias, out=u)  # type: ignore[no-any-return]
-        return self.gelu(linear(layer, x, out=u), out=u)  # type: ignore[no-any-return]
+                self.norm(h, *following_norm, out=whole[i + 1])
 
     @staticmethod
     def tiny(**changes: Any) -> nn.Module:
@@ -384,3 +387,8 @@ def _rotary(m: Any, txt_ids: torch.Tensor, img_ids: torch.Tensor) -> Pair:
     ids = [ids[0] if ids.ndim == 3 else ids for ids in (txt_ids, img_ids)]
     cos, sin = m.pos_embed(torch.cat(ids))
     return cos[None, :, ::2].float().contiguous(), sin[None, :, ::2].float().contiguous()
+
+
+def _rows(bounds: torch.Tensor | None, first: int, groups: list[list[Any]]) -> list[torch.Tensor | None]:
+    """The rows from `first` on, one for each group of layers; None for a group that is empty."""
+    return [bounds[first + i] if bounds is not None and group else None for i, group in enumerate(groups)]

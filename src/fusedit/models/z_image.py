@@ -12,27 +12,31 @@ Letters: B items, X image and T caption tokens (padded as stock does), S = X + T
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
 from fusedit import ops
+from fusedit.float8.rows import Activation
 from fusedit.models._attention import attention_reason
+from fusedit.models._bounds import Bounds, swiglu_bounds
 from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
+from fusedit.models._precision import Precision
+from fusedit.models._products import linear
+from fusedit.models._scratch import Scratch, Targets
 from fusedit.models._z_image_block import Block
 from fusedit.models._z_image_layout import Layout, Table, patches, unpatched
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
-from fusedit.runtime.linear import linear
 from fusedit.runtime.lora_scale import lora_scaled
 
 _NOTHING: Final = nn.Module()
 # The norm after a residual: weight [C] and scale [B, C] (None in the caption's refiner).
 _Norm = tuple[torch.Tensor, torch.Tensor | None]
-_Following = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+_Following = tuple[torch.Tensor, torch.Tensor | None, Activation]
 # scale and gate of attention, then scale and gate of the feed-forward layer, each [B, C].
 _Mods = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_MODS: Final[_Mods] = (None, None, None, None)
@@ -70,17 +74,38 @@ class ZImage(FusedModel):
             "z_image.modulation", "reordered", "modulation of all blocks in one launch, for many steps of a run at once"
         ),
         Rewrite("z_image.hoist", "bitwise", "caption refiner, rotary tables and masks once a run, not once a step"),
+        Rewrite(
+            "z_image.fp8", "lossy", "products of e4m3 weights and activations, quantised where they are made", "fp8"
+        ),
+    )
+    precisions = (
+        Precision(
+            "*.adaLN_modulation.*", "model", "tanh-gated modulation of 256 inputs: its error scales every branch"
+        ),
+        Precision("noise_refiner.*", "fp8"),
+        Precision("layers.*", "fp8"),
+        Precision("context_refiner.*", "model", "once a run, and every layer reads its error"),
+        Precision("t_embedder.*", "model", "embedder: one row, whose error every modulation reads"),
+        Precision("cap_embedder.*", "model", "embedder, once a run"),
+        Precision("all_x_embedder.*", "model", "embedder: 64 inputs, whose error every layer reads"),
+        Precision("all_final_layer.*", "model", "final layer: its error is the picture's, 64 outputs"),
     )
 
     def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
         super().__init__(module, plan, counters)
-        self.norm = self.site("z_image.norm_modulate", ops.rms_norm_modulate)
+        self.norm = self.either(
+            "z_image.norm_modulate", ops.rms_norm_modulate, getattr(ops, "rms_norm_modulate_fp8", ops.gelu_tanh)
+        )
         self.final_norm = self.site("z_image.norm_modulate", ops.layer_norm_modulate)
         self.gate = self.site("z_image.gated_residual", ops.rms_gated_residual)
-        self.gate_norm = self.site("z_image.gated_residual", ops.rms_gated_residual_rms_norm)
+        fused = ops.rms_gated_residual_rms_norm, getattr(ops, "rms_gated_residual_rms_norm_fp8", ops.gelu_tanh)
+        self.gate_norm = self.either("z_image.gated_residual", *fused)
         self.rope = self.site("z_image.qk_norm_rope", ops.qk_norm_rope)
         self.swiglu = self.site("z_image.swiglu", ops.swiglu)
         self.linear_swiglu = self.site("z_image.swiglu", ops.linear_swiglu)
+        self.scaled_linear_swiglu = self.site("z_image.swiglu", getattr(ops, "scaled_linear_swiglu", ops.gelu_tanh))
+        self.row_bounds = self.uncounted(getattr(ops, "row_bounds", ops.gelu_tanh))
+        self.limits = self.bounds, self.caption_bounds = tuple(Bounds(self.cache, swiglu_bounds) for _ in range(2))
         self.attention = self.site("z_image.attention", ops.attention)
         self.noise_refiner, self.context_refiner, self.layers = (
             Followed(lambda block: Block(block, self), Block.unpack) for _ in range(3)
@@ -169,19 +194,24 @@ class ZImage(FusedModel):
             captions = self._captions(cap_feats, layout)
             mods, scale = self._modulation(x, t, final, len(x) * layout.joint.length)
             residuals = controlnet_block_samples or {}
+            blocks = (*self.noise_refiner(m.noise_refiner), *self.layers(m.layers))
+            limits = self.bounds([block.bounded() for block in blocks])
 
             def step(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
                 rest = iter(tensors)
                 images = [next(rest) for _ in x]
                 captions, mods, scale = next(rest), next(rest), next(rest)
+                bounds = None if limits is None else next(rest)
                 where = layout.with_tensors(rest)
-                n = self._joint(images, captions, mods, where, m.all_x_embedder[key], dict(zip(residuals, rest)))  # noqa: B905
+                extra = dict(zip(residuals, rest))  # noqa: B905
+                n = self._joint(images, captions, mods, where, m.all_x_embedder[key], extra, bounds)
                 n = self.final_norm(n, scale, None, final.norm_final.eps)
                 return linear(final.linear, n)
 
-            inputs = (*x, captions, mods, scale, *layout.tensors, *residuals.values())
+            given = () if limits is None else (limits,)
+            inputs = (*x, captions, mods, scale, *given, *layout.tensors, *residuals.values())
             refused = "weights move between calls (offload)" if offload_hook(m) else ""
-            tokens = self.graphs.run((layout.key, tuple(residuals)), m, inputs, step, refused)
+            tokens = self.graphs.run((layout.key, tuple(residuals), limits is None), m, inputs, step, refused)
             sample = unpatched(tokens, layout, m.out_channels)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
@@ -252,9 +282,14 @@ class ZImage(FusedModel):
             h[i, count:end] = pad
             h[i, end:] = 0
         if len(m.context_refiner):
-            n = self.norm(h, *_first(m.context_refiner, None), _eps(m.context_refiner))
             blocks = self.context_refiner(m.context_refiner)
-            self._chain(blocks, h, n, _scratch(h, blocks), [_NO_MODS] * len(blocks), layout.captions)
+            targets = Targets(torch.empty_like(h))
+            place = targets.of(blocks[0].reads_rows()[0])
+            self.norm(h, *_first(m.context_refiner, None), _eps(m.context_refiner), out=place)
+            limits = _Limits(self.caption_bounds([block.bounded() for block in blocks]), 0)
+            self._chain(
+                blocks, h, targets, None, _scratch(h, blocks), [_NO_MODS] * len(blocks), layout.captions, limits
+            )
             for i, end in enumerate(layout.caption_lengths):
                 h[i, end:] = 0
         return h
@@ -267,6 +302,7 @@ class ZImage(FusedModel):
         layout: Layout,
         embedder: Any,
         residuals: dict[int, torch.Tensor],
+        bounds: torch.Tensor | None,
     ) -> torch.Tensor:
         """Everything between the patches and the final layer: the image rows [B, X, C] after it."""
         m: Any = self.module
@@ -278,26 +314,30 @@ class ZImage(FusedModel):
         blocks = torch.split(vectors, 4 * m.dim, dim=1)[: count + len(m.layers)]
         split: list[_Mods] = [block.chunk(4, dim=1) for block in blocks]  # type: ignore[misc]
         refine, mods = split[:count], split[count:]
-        n = torch.empty_like(h)
+        targets = Targets(torch.empty_like(h))
         refiner, layers = self.noise_refiner(m.noise_refiner), self.layers(m.layers)
         scratch = _scratch(h, [*refiner, *layers])  # one for both, or a graph would hold two
-        then = (*_first(m.layers, mods), n[:, :wide]) if layout.uniform and mods else None
+        head = slice(None, wide) if layout.uniform else None
+        joint_rows = bool(layers) and layers[0].reads_rows()[0]
+        then = (*_first(m.layers, mods), targets.of(joint_rows, head)) if layout.uniform and mods else None
         if refine:
-            room = n[:, :wide] if layout.uniform else None
-            n_image = self.norm(image, *_first(m.noise_refiner, refine), _eps(m.noise_refiner), out=room)
-            self._chain(refiner, image, n_image, scratch, refine, layout.images, then)
+            own = targets if layout.uniform else Targets(torch.empty_like(image))
+            place = own.of(refiner[0].reads_rows()[0], head)
+            self.norm(image, *_first(m.noise_refiner, refine), _eps(m.noise_refiner), out=place)
+            self._chain(refiner, image, own, head, scratch, refine, layout.images, _Limits(bounds, 0), then)
         if layout.uniform:
             h[:, wide:] = captions
         else:
             for i, (a, b) in enumerate(zip(layout.image_lengths, layout.caption_lengths, strict=True)):
                 h[i, :a], h[i, a : a + b], h[i, a + b :] = image[i, :a], captions[i, :b], 0
         if mods:
-            part = slice(wide, None) if refine and then else slice(None)  # the rows that have no norm yet
-            self.norm(h[:, part], *_first(m.layers, mods), _eps(m.layers), out=n[:, part])
+            left = slice(wide, None) if refine and then else slice(None)  # the rows that have no norm yet
+            self.norm(h[:, left], *_first(m.layers, mods), _eps(m.layers), out=targets.of(joint_rows, left))
             rows = wide if self.plan.enabled("z_image.image_rows") else None
             if rows is not None:
                 self.counters.ran("z_image.image_rows")
-            self._chain(layers, h, n, scratch, mods, layout.joint, None, residuals, rows)
+            limits = _Limits(bounds, len(refiner))
+            self._chain(layers, h, targets, None, scratch, mods, layout.joint, limits, None, residuals, rows)
         return h[:, :wide]
 
     def _embed(self, x: Sequence[torch.Tensor], image: torch.Tensor, layout: Layout, embedder: Any) -> None:
@@ -317,29 +357,38 @@ class ZImage(FusedModel):
         self,
         blocks: list[Block],
         h: torch.Tensor,
-        n: torch.Tensor,
-        scratch: torch.Tensor,
+        targets: Targets,
+        tokens: slice | None,
+        scratch: Scratch,
         mods: list[_Mods],
         table: Table,
+        limits: _Limits,
         then: _Following | None = None,
         residuals: dict[int, torch.Tensor] | None = None,
         rows: int | None = None,
     ) -> None:
-        """Blocks on the residual stream h, in place. n holds the first block's normed input and is overwritten; `then`
-        is the norm that follows and where it goes; of the last block only the first `rows` rows are computed."""
+        """Blocks on the residual stream h, in place. These tokens of the targets hold the first block's normed input
+        and are overwritten; `then` is the norm that follows and where it goes; of the last block only the first `rows`
+        rows are computed."""
         offloaded = offload_hook(self.module)
         for i, block in enumerate(blocks):
             last = i + 1 == len(blocks)
             stock = block.stock
+            reads = block.reads_rows()
             scale_mlp, gate_attention, gate_mlp = mods[i][2], mods[i][1], mods[i][3]
-            y = block.attend(n, scratch, table, offloaded, rows if last else None)
+            y = block.attend(targets.of(reads[0], tokens), scratch, table, offloaded, rows if last else None)
             if y.shape[1] < h.shape[1]:
-                h, n = h[:, : y.shape[1]], torch.empty_like(y)
+                h, targets, tokens = h[:, : y.shape[1]], Targets(torch.empty_like(y)), None
             eps = stock.attention_norm2.eps
             inner = (stock.attention_norm2.weight, gate_attention, stock.ffn_norm1.weight, scale_mlp, eps)
+            n = targets.of(reads[1], tokens)
             self.gate_norm(h, y, *inner, out=(h, n))
-            block.feed(n, scratch, y, offloaded)
-            following = then if last else (blocks[i + 1].stock.attention_norm1.weight, mods[i + 1][0], n)
+            block.feed(n, scratch, y, offloaded, limits.of(i, block))
+            if last:
+                following = then
+            else:
+                place = targets.of(blocks[i + 1].reads_rows()[0], tokens)
+                following = (blocks[i + 1].stock.attention_norm1.weight, mods[i + 1][0], place)
             branch = (y, stock.ffn_norm2.weight, gate_mlp)
             extra = None if residuals is None else residuals.get(i)
             if following is not None and extra is None:
@@ -374,9 +423,20 @@ def _first(blocks: Any, mods: list[_Mods] | None) -> _Norm:
     return blocks[0].attention_norm1.weight, None if mods is None else mods[0][0]
 
 
-def _scratch(h: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+def _scratch(h: torch.Tensor, blocks: Sequence[Block]) -> Scratch:
     """Room for the products of any of these blocks on h [B, S, C]."""
-    return h.new_empty(h.shape[0] * h.shape[1] * max((block.scratch_width() for block in blocks), default=0))
+    dense = max((block.scratch_width() for block in blocks), default=0)
+    return Scratch(h, dense, max((block.hidden() for block in blocks), default=0))
+
+
+class _Limits(NamedTuple):
+    """Bounds of the chain's blocks, from row `first` of all bounds on."""
+
+    bounds: torch.Tensor | None
+    first: int
+
+    def of(self, i: int, block: Block) -> torch.Tensor | None:
+        return self.bounds[self.first + i] if self.bounds is not None and block.bounded() else None
 
 
 def _eps(blocks: Any) -> float:

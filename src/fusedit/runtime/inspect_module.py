@@ -32,9 +32,16 @@ _PLAIN: Final = frozenset(
 _PACKAGES: Final = ("torch", "diffusers")
 # What every module has, and every look reads.
 _NEEDED: Final = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_BYTES: Final = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 _HOOKS: Final = frozenset({"_hf_hook", "_diffusers_hook"})
 # What comparing settings raises where one is gone, a tensor or an array of several elements, or nothing to compare.
 _INCOMPARABLE: Final = (KeyError, RuntimeError, ValueError, TypeError)
+
+
+def _stock_kind(kind: type) -> type:
+    """The class that a layer with e4m3 weights was made of; of any other its own."""
+    found: type = kind.__dict__.get("stock_kind", kind)
+    return found
 
 
 def _from_peft(module: nn.Module) -> bool:
@@ -96,7 +103,7 @@ def _alike(module: nn.Module, form: Form) -> bool:
     stack: list[tuple[Any, Form]] = [(module, form)]
     while stack:
         child, role = stack.pop()
-        kind = type(child)
+        kind = _stock_kind(type(child))
         space = child.__dict__
         if kind is not role.kind:
             if not _from_peft(child) or _wrapped_otherwise("", child, role) is not None:
@@ -152,7 +159,7 @@ def _first_reason(module: nn.Module, known: frozenset[str], form: Form) -> str |
     while stack and reason is None:
         name, child, role = stack.pop()
         space = child.__dict__
-        if role is None or type(child) is not role.kind:
+        if role is None or _stock_kind(type(child)) is not role.kind:
             reason = (
                 _wrapped_otherwise(name, child, role) if _from_peft(child) else _other_class(name, child, role, known)
             )
@@ -254,7 +261,7 @@ def _wrapped_otherwise(name: str, layer: Any, role: Form | None) -> str | None:
     incomplete = _incomplete(name, layer.__dict__)
     if incomplete is not None:
         return incomplete
-    if role is None or type(layer) is not role.kind:
+    if role is None or _stock_kind(type(layer)) is not role.kind:
         return _difference_of_class(name, layer, role)
     if role.kind not in (nn.Linear, nn.Conv2d):  # read, not called: what is wrapped around it would be passed by
         return f"inner module {name!r} is wrapped by peft and is no Linear or Conv2d"
@@ -309,8 +316,9 @@ def quantised_by(module: nn.Module) -> str | None:
             return str(library)
         if type(child).__name__ == "GGUFLinear":
             return "gguf"
-    if any(p.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8) for p in module.parameters()):
-        return "8-bit storage"
+    for child in module.modules():  # our own layers have stock's class to their name
+        if "stock_kind" not in type(child).__dict__ and any(p.dtype in _BYTES for p in child.parameters(recurse=False)):
+            return "8-bit storage"
     return None
 
 

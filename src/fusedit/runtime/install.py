@@ -113,7 +113,7 @@ class FusedForward:
             run = _run_of(caller)
         if session is None:
             for other in self.sessions.values():
-                other.called_by_other(type(caller).__name__)
+                other.called_by_other(type(caller).__name__)  # raises where stock's weights are not there
             return self.as_stock(*args, **kwargs)
         return session.call(self.as_stock, run, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""Products with the stock modules' weights: plain, into a slice of a larger buffer, and several packed into one.
+"""Weights of linear layers that read the same input, packed into one.
 
 A packed group is one storage of which the stock parameters are views, so packing costs no memory. `.to()`, deepcopy,
 `load_state_dict(assign=True)` and LoRA merging break the views; each call compares addresses and packs again.
@@ -9,27 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedit.runtime import former
+from fusedit.runtime.branches import Split, split
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.homes import HOMES, MOVING, Home, is_home, sole_owner, storage_of, unpack
-from fusedit.runtime.product import multiply
 
 
-def linear(layer: Any, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`layer(x)` for a plain nn.Linear or whatever replaced it (a LoRA layer), optionally into `out`.
+class Whole(NamedTuple):
+    """A packed weight [N, K] with its bias [N], and the scale [N] of its codes where it is e4m3."""
 
-    x is [B, S, K], out [B, S, N] with contiguous columns; a slice of a larger buffer is written without a copy.
-    """
-    if type(layer) is not nn.Linear:
-        y = layer(x)
-        return y if out is None else out.copy_(y)
-    return multiply(x, layer.weight, layer.bias, out)
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    scale: torch.Tensor | None
 
 
 class Part:
@@ -66,56 +63,52 @@ class PackedLinear:
     def layers(self) -> list[Any]:
         return [getattr(self.parent, name) for name in self.names]
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None, *, offloaded: bool = False) -> torch.Tensor:
-        """x [B, S, K] -> [B, S, N1 + N2 + ...]; `offloaded` says that weights move between calls, so never repack."""
-        whole = self.whole(offloaded=offloaded)
-        return self.separate(x, out) if whole is None else multiply(x, *whole, out)
+    def parts(self) -> list[Split | None]:
+        """The layers as they are at the moment, each with what LoRA adds to it."""
+        return [split(layer) for layer in self.layers()]
 
-    def whole(self, *, offloaded: bool = False) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The packed weight and bias, or None where the layers have to run one by one. Counts which it was."""
-        layers = self.layers()
-        reason = self._why_separate(layers, offloaded) if self.enabled else "off"
+    def whole(self, parts: Sequence[Split | None], *, offloaded: bool = False) -> Whole | None:
+        """The packed weights of these parts, or None where the layers have to run one by one; counts which it was.
+
+        Args:
+            offloaded: weights move between calls, so that they are never packed.
+        """
+        reason = self._why_separate(parts, offloaded) if self.enabled else "off"
         if reason is None:
             self.counters.ran(self.rewrite)
-            bias = None if layers[0].bias is None else _whole([layer.bias for layer in layers])
-            return _whole([layer.weight for layer in layers]), bias
+            return Whole(*(None if group is None else _whole(group) for group in _groups(parts)))  # type: ignore[arg-type]
         if self.enabled:
             self.counters.fell_back(self.rewrite, reason)
         return None
 
-    def separate(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The same result layer by layer, whatever the layers are."""
-        layers = self.layers()
-        widths = [len(layer.weight) for layer in layers]
-        y = x.new_empty((*x.shape[:-1], sum(widths))) if out is None else out
-        for layer, part in zip(layers, torch.split(y, widths, dim=-1), strict=True):
-            part.copy_(linear(layer, x))
-        return y
-
-    def _why_separate(self, layers: list[Any], offloaded: bool) -> str | None:
-        for name, layer in zip(self.names, layers, strict=True):
-            if type(layer) is not nn.Linear:
+    def _why_separate(self, parts: Sequence[Split | None], offloaded: bool) -> str | None:
+        for name, found in zip(self.names, parts, strict=True):
+            layer: Any = getattr(self.parent, name) if found is None else found.base
+            if found is None or (type(layer) is not nn.Linear and scale_of(layer) is None):
                 return f"{name} is a {type(layer).__module__.partition('.')[0]} {type(layer).__name__} layer"
-        weights = [layer.weight for layer in layers]
-        biases = [layer.bias for layer in layers]
-        if self._packed is not None and self._packed == _stamp(weights, biases):
+        weights, biases, scales = _columns(parts)
+        if self._packed is not None and self._packed == _stamp(weights, biases, scales):
             return None
         if len({bias is None for bias in biases}) > 1:
             return "some layers have a bias and some have none"
-        if len({(w.dtype, w.device, w.shape[1:]) for w in weights}) > 1:
+        if len({(w.dtype, w.device, w.shape[1:]) for w in weights}) > 1 or len({s is None for s in scales}) > 1:
             return "layers differ in dtype, device or input width"
-        for name, weight, bias in zip(self.names, weights, biases, strict=True):
-            like = (weight.dtype, weight.device, weight.shape[:1])
-            if bias is not None and (bias.dtype, bias.device, bias.shape) != like:
+        for name, weight, bias, scale in zip(self.names, weights, biases, scales, strict=True):
+            dtype = weight.dtype if scale is None else biases[0].dtype if biases[0] is not None else None
+            if bias is not None and (bias.dtype, bias.device, bias.shape) != (dtype, weight.device, weight.shape[:1]):
                 return f"the bias of {name} differs from its weight in dtype, device or width"
         with MOVING:
-            return self._pack_together(weights, biases, offloaded)
+            return self._pack_together(weights, biases, scales, offloaded)
 
     def _pack_together(
-        self, weights: list[torch.Tensor], biases: list[torch.Tensor | None], offloaded: bool
+        self,
+        weights: list[torch.Tensor],
+        biases: list[torch.Tensor | None],
+        scales: list[torch.Tensor | None],
+        offloaded: bool,
     ) -> str | None:
         """Give the parts one storage, unless they have one already; why that is not possible, if so."""
-        groups = [weights] + ([[b for b in biases if b is not None]] if biases[0] is not None else [])
+        groups = [weights, *([t for t in group if t is not None] for group in (biases, scales) if group[0] is not None)]
         if not all(map(_adjacent, groups)):
             if offloaded:
                 return "weights move between calls (offload), so they are not packed"
@@ -141,7 +134,7 @@ class PackedLinear:
                     tensor.data = part
                     HOMES[tensor] = Home(storage_of(whole))
             self.counters.event("weight groups packed")
-        self._packed = _stamp(weights, biases)
+        self._packed = _stamp(weights, biases, scales)
         self._seen.update((tensor, True) for group in groups for tensor in group)
         return None
 
@@ -156,7 +149,9 @@ class PackedLinear:
         for name in self.names:
             with suppress(AttributeError):
                 layer = _base(getattr(self.parent, name))
-                yield from () if layer is None else layer.parameters(recurse=False)
+                if layer is not None:
+                    yield from layer.parameters(recurse=False)
+                    yield from layer.buffers(recurse=False)
 
 
 def _base(layer: Any) -> nn.Linear | None:
@@ -164,10 +159,26 @@ def _base(layer: Any) -> nn.Linear | None:
     return base if isinstance(base, nn.Linear) else None
 
 
-def _stamp(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+def scale_of(layer: nn.Module) -> torch.Tensor | None:
+    """The scale of a layer whose weight is e4m3, else None."""
+    return layer._buffers.get("weight_scale")
+
+
+def _columns(parts: Sequence[Split | None]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Weights, biases and scales of the wrapped layers."""
+    layers: list[Any] = [found.base for found in parts if found is not None]
+    return [x.weight for x in layers], [x.bias for x in layers], [scale_of(x) for x in layers]
+
+
+def _groups(parts: Sequence[Split | None]) -> Iterator[list[torch.Tensor] | None]:
+    for group in _columns(parts):
+        yield None if group[0] is None else group
+
+
+def _stamp(*groups: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     """Equal stamps mean the same parts at the same places in a storage of the same size: still adjacent."""
-    parts = [t for t in (*weights, *biases) if t is not None]
-    heads = [t for t in (weights[0], biases[0]) if t is not None]
+    parts = [t for group in groups for t in group if t is not None]
+    heads = [group[0] for group in groups if group[0] is not None]
     return *((t.data_ptr(), t.shape, t.stride()) for t in parts), *(t.untyped_storage().nbytes() for t in heads)
 
 

@@ -1,0 +1,166 @@
+"""Float8Linear: a linear layer whose weight is e4m3 with one fp32 scale an output, made in place of an nn.Linear.
+
+The layer stays the object it was, and so does its parameter: hooks, LoRA layers around it and lists of parameters keep
+what they have. What it was can lie on the CPU beside it (`original`), so that it can be given back bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fusedit.float8.products import quantise, scaled
+from fusedit.ops._fp8 import quantized
+
+Tensor = torch.Tensor
+CODES: Final = torch.float8_e4m3fn
+_ROWS: Final = 4096
+"""Of a weight that are quantised at once: what fp32 temporaries take stays small beside the model."""
+
+
+def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] of any floating dtype -> e4m3 codes [N, K] and scale fp32 [N], amax of each row over 448."""
+    codes = torch.empty(weight.shape, dtype=CODES, device=weight.device)
+    scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    for rows in range(0, len(weight), _ROWS):
+        part = slice(rows, rows + _ROWS)
+        codes[part], scale[part], _ = quantized(weight[part].detach())
+    return codes, scale
+
+
+class Float8Linear(nn.Linear):
+    """y = x W^T + bias, W = weight * weight_scale[:, None].
+
+    Attributes:
+        weight: e4m3 [N, K].
+        weight_scale: fp32 [N], a buffer; in a state dict `<name>.weight_scale`.
+        compute_dtype: dtype of what comes out of a product with e4m3 activations, and of LoRA layers around it.
+        activations: whether x is quantised too; else the products are made in the dtype of x.
+        original: the weight it was made of, on the CPU, or None.
+        branches: name -> low-rank pairs (down [R, K], up [N, R], scale) that are added: LoRAs that were fused into it.
+    """
+
+    stock_kind: ClassVar[type[nn.Module]] = nn.Linear
+    weight_scale: Tensor
+    compute_dtype: torch.dtype
+    activations: bool
+    original: Tensor | None
+    branches: dict[str, list[tuple[Tensor, Tensor, float]]]
+
+    @staticmethod
+    def convert(layer: nn.Linear, *, activations: bool, keep: bool) -> Float8Linear:
+        """Make this very layer a Float8Linear. `keep` puts its weight on the CPU as `original`."""
+        weight = layer.weight
+        codes, scale = quantise_weight(weight.data)
+        original = weight.data.to("cpu", copy=True) if keep else None
+        dtype = weight.dtype
+        weight.data = codes
+        layer.__class__ = Float8Linear
+        made: Any = layer
+        made.become(scale, dtype, activations)
+        made.original = original
+        return made  # type: ignore[no-any-return]
+
+    def become(self, scale: Tensor, compute_dtype: torch.dtype, activations: bool) -> None:
+        """Give a layer of this class what an nn.Linear has not."""
+        self.register_buffer("weight_scale", scale)
+        self.compute_dtype, self.activations = compute_dtype, activations
+        self.original, self.branches = None, {}
+
+    def revert(self, weight: Tensor) -> None:
+        """Make this very layer an nn.Linear again, with this weight."""
+        self.weight.data = weight.to(self.weight.device)
+        del self._buffers["weight_scale"]
+        for name in ("compute_dtype", "activations", "original", "branches"):
+            del self.__dict__[name]
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        if self.activations and not (torch.is_grad_enabled() and input.requires_grad):
+            x = quantise(input)
+            y = scaled(x, self.weight, self.weight_scale, self.bias, input.dtype)
+        else:
+            y = F.linear(input, self.dequantised(input.dtype), self.bias)
+        return self._with_branches(y, input)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weight [N, K] in this dtype."""
+        return (self.weight.float() * self.weight_scale[:, None]).to(dtype)
+
+    def _with_branches(self, y: Tensor, x: Tensor) -> Tensor:
+        for pairs in self.branches.values():
+            for down, up, scale in pairs:
+                y = y + F.linear(F.linear(x.to(down.dtype), down), up).to(y.dtype) * scale
+        return y
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`fn` of everything, but of codes and scale as whole numbers: `.to(dtype)` must not take them for values."""
+        weight, scale = self._parameters.pop("weight"), self._buffers.pop("weight_scale")
+        assert weight is not None
+        assert scale is not None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            codes = fn(weight.data.view(torch.uint8)).view(CODES)
+            scale = fn(scale.view(torch.int32)).view(torch.float32)
+            self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=weight.device)).dtype
+            for pairs in self.branches.values():
+                pairs[:] = [(fn(down), fn(up), by) for down, up, by in pairs]
+            if torch._has_compatible_shallow_copy_type(weight, codes):
+                weight.data = codes
+            else:
+                weight = nn.Parameter(codes, weight.requires_grad)
+        finally:
+            self._parameters = {"weight": weight, **self._parameters}
+            self._buffers["weight_scale"] = scale
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Codes with their scale as they are; a weight of another dtype is quantised, and kept if the first one was."""
+        given, scale = state_dict.get(prefix + "weight"), state_dict.get(prefix + "weight_scale")
+        if given is not None and given.dtype is CODES and scale is None:
+            error_msgs.append(f"{prefix}weight is e4m3 without {prefix}weight_scale; its values are not known")
+            return
+        if given is not None and given.dtype is not CODES and given.shape == self.weight.shape:
+            if self.original is not None:
+                self.original = given.detach().to("cpu", self.original.dtype, copy=True)
+            codes, scale = quantise_weight(given.to(self.weight.device, self.compute_dtype))
+            state_dict = {**state_dict, prefix + "weight": codes, prefix + "weight_scale": scale}
+        elif given is not None and self.original is not None and given.shape == self.weight.shape:
+            self.original = None  # the codes are all there is now
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy or pickle is the stock layer where the original weight is there, else a Float8Linear."""
+        if self.original is None:
+            return super().__reduce_ex__(protocol)
+        state = {key: value for key, value in self.__dict__.items() if key not in _OWN}
+        weight = nn.Parameter(self.original.to(self.weight.device), self.weight.requires_grad)
+        state["_parameters"] = {**self._parameters, "weight": weight}
+        state["_buffers"] = {key: value for key, value in self._buffers.items() if key != "weight_scale"}
+        return _new_linear, (), state
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, e4m3, {'activations too' if self.activations else 'weights only'}"
+
+
+_OWN: Final = frozenset({"compute_dtype", "activations", "original", "branches"})
+
+
+def _new_linear() -> nn.Linear:
+    return nn.Linear.__new__(nn.Linear)

@@ -1,0 +1,26 @@
+"""Products with e4m3 weights, on rows that are quantised already or are quantised here."""
+
+from __future__ import annotations
+
+import torch
+
+from fusedit import ops
+from fusedit.float8.rows import Rows
+
+Tensor = torch.Tensor
+
+
+def quantise(x: Tensor) -> Rows:
+    """x [..., K] as rows with scales of their own, in a pass of its own."""
+    op = ops.quantize_rows
+    return Rows(*(op.unchecked(x) if x.is_cpu else op(x)))
+
+
+def scaled(
+    x: Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """Quantised rows [..., K] through a weight e4m3 [N, K] with its scale fp32 [N] -> [..., N] in `dtype` or `out`."""
+    op = ops.scaled_linear
+    run = op.unchecked if x.codes.is_cpu else op
+    name = str(dtype if out is None else out.dtype).removeprefix("torch.")
+    return run(x.codes, x.scale, weight, scale, bias, name, out=out)  # type: ignore[no-any-return]

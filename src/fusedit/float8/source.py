@@ -1,0 +1,84 @@
+"""Source: where a module was loaded from, for reading a weight of it again."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedit.errors import ArgumentError
+
+_INDEX = "diffusion_pytorch_model.safetensors.index.json"
+_SINGLE = "diffusion_pytorch_model.safetensors"
+
+
+class Source:
+    """The safetensors files of one diffusers model.
+
+    Args:
+        folder: that holds them.
+        dtype: what the weights were converted to when they were loaded.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.folder, self.dtype = folder, dtype
+
+    @classmethod
+    def of(cls, module: Any) -> Source:
+        """Where this module was loaded from.
+
+        Raises:
+            ArgumentError: it does not say, or there are no safetensors files.
+        """
+        name = getattr(getattr(module, "config", None), "_name_or_path", None) or ""
+        folder = _folder(str(name))
+        if folder is None:
+            raise ArgumentError(
+                f"originals='reload' needs the files that {type(module).__name__} was loaded from, and {str(name)!r} "
+                "holds no safetensors of it; use originals='cpu'"
+            )
+        return cls(folder, next(module.parameters()).dtype)
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        index = self.folder / _INDEX
+        if index.is_file():
+            found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return found
+        from safetensors import safe_open
+
+        with safe_open(self.folder / _SINGLE, "pt") as file:
+            return dict.fromkeys(file.keys(), _SINGLE)
+
+    def weight(self, path: str) -> torch.Tensor | None:
+        """The weight of this layer as it was when loaded, on the CPU; None where there is none any more."""
+        from safetensors import safe_open
+
+        key = f"{path}.weight"
+        try:
+            with safe_open(self.folder / self._files[key], "pt") as file:
+                return file.get_tensor(key).to(self.dtype)  # type: ignore[no-any-return]
+        except (OSError, KeyError, ValueError):
+            return None
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+
+def _folder(name: str) -> Path | None:
+    """The folder with a transformer's files for what `from_pretrained` was given, in the local hub cache too."""
+    if not name:
+        return None
+    places = [Path(name), Path(name) / "transformer"]
+    if not Path(name).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        for file in (_INDEX, _SINGLE):
+            for inside in (f"transformer/{file}", file):
+                found = try_to_load_from_cache(name, inside)
+                if isinstance(found, str):
+                    places.append(Path(found).parent)
+    return next((p for p in places if (p / _INDEX).is_file() or (p / _SINGLE).is_file()), None)

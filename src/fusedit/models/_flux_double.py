@@ -1,0 +1,127 @@
+"""A double block of FLUX: text and image streams with weights of their own, and attention over both."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fusedit.float8.linear import Float8Linear
+from fusedit.float8.products import quantise, scaled
+from fusedit.float8.rows import Activation, Rows, part
+from fusedit.models._flux_parts import Pair, Six, eps
+from fusedit.models._flux_single import IMAGE
+from fusedit.models._products import linear, packed, takes_rows
+from fusedit.models._scratch import Scratch, Targets
+from fusedit.runtime.branches import split
+from fusedit.runtime.linear import Part
+
+if TYPE_CHECKING:
+    from fusedit.models.flux import Flux
+
+Tensor = torch.Tensor
+TEXT: Final = ("add_q_proj", "add_k_proj", "add_v_proj")
+"""The text stream's IMAGE."""
+Following = tuple[Pair, Activation]
+"""Scale and shift of the norm that follows in a stream, and where it puts what it gives (a part of all tokens)."""
+
+
+class Double:
+    """One double block, whose streams are the tokens before and from t on."""
+
+    def __init__(self, block: Any, model: Flux) -> None:
+        self.block, self.model = block, model
+        self.image = model.packed(Part(block, "attn"), IMAGE)
+        self.text = model.packed(Part(block, "attn"), TEXT)
+
+    def unpack(self) -> None:
+        self.image.unpack()
+        self.text.unpack()
+
+    def reads_rows(self) -> tuple[bool, bool]:
+        """Whether the norms before it should give rows in e4m3, to the image's and to the text's product."""
+        return takes_rows(self.image.layers()), takes_rows(self.text.layers())
+
+    def bounded(self) -> list[list[Any]]:
+        """For each stream the layer that bounds what the feed-forward layer's second product reads, in e4m3."""
+        pairs = [(ff.net[0].proj, ff.net[2]) for ff in (self.block.ff, self.block.ff_context)]
+        return [[first] if takes_rows(pair) and first.bias is not None else [] for pair in pairs for first in pair[:1]]
+
+    def codes_width(self) -> int:
+        """Columns of a feed-forward layer's inner input."""
+        return max(len(ff.net[0].proj.weight) for ff in (self.block.ff, self.block.ff_context))
+
+    def attend(
+        self, n: tuple[Activation, Activation], y: Tensor, scratch: Scratch, t: int, rotary: Pair, off: bool
+    ) -> None:
+        """The normed image and text through attention, into y [B, T + I, C]."""
+        attn, model = self.block.attn, self.model
+        cos, sin = rotary
+        qkv = scratch.dense(y, 3 * attn.inner_dim)
+        packed(self.image, n[0], qkv[:, t:], offloaded=off)
+        packed(self.text, n[1], qkv[:, :t], offloaded=off)
+        qkv = qkv.view(*qkv.shape[:2], 3, -1, attn.head_dim)
+        for own, norm_q, norm_k, table in (
+            (qkv[:, t:], attn.norm_q, attn.norm_k, (cos[:, t:], sin[:, t:])),
+            (qkv[:, :t], attn.norm_added_q, attn.norm_added_k, (cos[:, :t], sin[:, :t])),
+        ):
+            model.rope(own, norm_q.weight, norm_k.weight, *table, eps(norm_q, y), out=(own[:, :, 0], own[:, :, 1]))
+        made: Tensor = model.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).flatten(2)
+        # Both streams are quantised in one pass, where both are.
+        a: Activation = quantise(made) if takes_rows((attn.to_out[0], attn.to_add_out)) else made
+        linear(attn.to_out[0], part(a, slice(t, None)), out=y[:, t:])
+        linear(attn.to_add_out, part(a, slice(None, t)), out=y[:, :t])
+
+    def feed(
+        self,
+        h: Tensor,
+        y: Tensor,
+        targets: Targets,
+        scratch: Scratch,
+        t: int,
+        mods: tuple[Six, Six],
+        following: tuple[Following, Following],
+        extra: Tensor | None,
+        bounds: list[Tensor | None],
+    ) -> None:
+        """Attention's result y is added to the residual stream h, then the feed-forward layers; both streams."""
+        model = self.model
+        for rows, ff, mod, (then, target), added, bound in (
+            (slice(t, None), self.block.ff, mods[0], following[0], extra, bounds[0]),
+            (slice(None, t), self.block.ff_context, mods[1], following[1], None, bounds[1]),
+        ):
+            hp, yp = h[:, rows], y[:, rows]
+            _, _, gate_attention, scale, shift, gate_mlp = mod
+            n = part(targets.of(takes_rows([ff.net[0].proj])), rows)
+            model.gate_norm(hp, yp, gate_attention, scale, shift, out=(hp, n))
+            self._feed(ff, n, yp, scratch, bound)
+            if added is None:
+                model.gate_norm(hp, yp, gate_mlp, *then, out=(hp, target))
+            else:
+                model.gate(hp, yp, gate_mlp, out=hp)
+                hp += added
+                model.norm(hp, *then, out=target)
+
+    def _feed(self, ff: Any, n: Activation, out: Tensor, scratch: Scratch, bound: Tensor | None) -> None:
+        """n [B, S, C] through one stream's feed-forward layer, into out."""
+        proj, last = ff.net[0].proj, ff.net[2]
+        model = self.model
+        if isinstance(n, Rows) and bound is not None and isinstance(last, Float8Linear):
+            model.counters.ran("flux.fp8")
+            codes = scratch.codes(n, len(proj.weight))
+            scale = model.row_bounds(n.length, bound, False)
+            nothing = out[..., :0]
+            dtype = str(out.dtype).removeprefix("torch.")
+            weights = (proj.weight, proj.weight_scale, proj.bias)
+            model.scaled_linear_gelu(*n[:2], *weights, scale, 0, dtype, out=(nothing, codes))
+            scaled(Rows(codes, scale, scale), last.weight, last.weight_scale, last.bias, out.dtype, out)
+            return
+        u = scratch.dense(n, len(proj.weight))
+        found = split(proj)
+        base: Any = proj if found is None else found.base
+        fused = found is not None and not found.branches and type(base) is torch.nn.Linear and base.bias is not None
+        if fused and isinstance(n, Tensor):
+            g = model.linear_gelu(n, base.weight, base.bias, out=u)
+        else:
+            g = model.gelu(linear(proj, n, out=u), out=u)
+        linear(last, g, out=out)
