@@ -1,6 +1,7 @@
 """Seconds from a fresh process to its first step, with an empty cache of kernels and with a filled one.
 
-Then, in the process of `exact` that began with a filled cache: sizes, batches and prompt lengths it had not seen.
+Then, in the process of a plan of fusedit that began with a filled cache: sizes, batches and prompt lengths it had not
+seen.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ NOTE: Final = (
 )
 
 
-def measure(name: str, plan: str) -> list[Row]:
+OURS: Final = ("exact", "fp8")
+UNCACHED: Final = ("stock", "torchao-fp8-eager")
+"""Plans that fill no cache."""
+
+
+def measure(name: str, plan: str, more_sizes: bool = True) -> list[Row]:
     """Rows of one model and plan: with an empty cache and, where the plan fills it, once more."""
     rows: list[Row] = []
-    states = ("empty cache",) if plan == "stock" else ("empty cache", "filled cache")
+    states = ("empty cache",) if plan in UNCACHED else ("empty cache", "filled cache")
     with empty_caches():
         for state in states:
-            new_sizes = plan == "exact" and state == "filled cache"
-            row = Row("cold-start", name, f"{SIZE[0]}x{SIZE[1]}", 1, plan, "" if plan == "stock" else state)
+            new_sizes = more_sizes and plan in OURS and state == "filled cache"
+            row = Row("cold-start", name, f"{SIZE[0]}x{SIZE[1]}", 1, plan, "" if plan in UNCACHED else state)
             made = _child({"model": name, "plan": plan, "size": SIZE, "new_sizes": new_sizes})
             rows.append(row)
             if isinstance(made, str):
@@ -47,20 +53,22 @@ def measure(name: str, plan: str) -> list[Row]:
             row.more = {
                 "import_s": round(made["import_s"], 2),
                 "load_s": round(made["load_s"], 2),
+                "lay_s": round(made["lay_s"], 3),
+                "first_step_s": round(made["steps_s"][0], 3),
                 "ready_s": round(ready, 3),
                 "steps_s": [round(step, 4) for step in made["steps_s"]],
             }
-            if plan == "exact":  # torch.compile has processes of its own for it, where they are not counted
+            if plan in OURS:  # torch.compile has processes of its own for it, where they are not counted
                 row.more |= {f"kernels_{how}": number for how, number in made["kernels"].items()}
-            rows += [_new_size(name, found) for found in made["new_sizes"]]
+            rows += [_new_size(name, plan, found) for found in made["new_sizes"]]
     return rows
 
 
-def _new_size(name: str, found: dict[str, Any]) -> Row:
+def _new_size(name: str, plan: str, found: dict[str, Any]) -> Row:
     size = found["size"]
     tokens = [int(length) for length in size["tokens"]]
     label = "+".join(map(str, tokens))
-    row = Row("new-size", name, f"{size['width']}x{size['height']}", len(tokens), "exact", f"{label} tokens")
+    row = Row("new-size", name, f"{size['width']}x{size['height']}", len(tokens), plan, f"{label} tokens")
     row.error = found.get("error")
     if row.error is None:
         first, second, *_ = found["steps_s"]
@@ -93,6 +101,7 @@ def _child(request: dict[str, Any]) -> dict[str, Any] | str:
 def main(
     model: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(WORKLOADS))] = ",".join(WORKLOADS),
     plans: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(PLANS))] = "stock,compile,exact",
+    new_sizes: Annotated[bool, typer.Option(help="Sizes that are new to the process as well")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here")] = None,
 ) -> None:
     """Time to the first step in a fresh process. Example: python -m benchmarks cold-start --model flux.1-dev"""
@@ -103,6 +112,6 @@ def main(
     results = Results(json_file)
     for name in models:
         for plan in chosen:
-            rows = measure(name, plan)
+            rows = measure(name, plan, new_sizes)
             results.add(rows)
             table.show(rows)

@@ -6,13 +6,14 @@ import datetime
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from benchmarks.energy import nvml, power_limit
 from fusedit.environment import version_of
 
+PACKAGES: Final = ("torch", "triton", "diffusers", "transformers", "torchao")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -27,7 +28,7 @@ def environment() -> dict[str, Any]:
         "driver": _driver(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "versions": {name: version_of(name) for name in ("torch", "triton", "diffusers", "transformers")},
+        "versions": {name: version for name in PACKAGES if (version := version_of(name)) is not None},
         "date": now.strftime("%Y-%m-%d"),
         "time": now.isoformat(timespec="seconds"),
         "commit": commit,

@@ -2,6 +2,7 @@
 
 Counted are the products of all blocks on all tokens, merged where they read the same input, and attention. Left out are
 what a step does for one row only (time embedding, modulation), the first and last product, and what runs once a run.
+In fp8 the products are torch's row-wise scaled ones, on e4m3 factors that need not be made; attention stays bf16.
 """
 
 from __future__ import annotations
@@ -75,27 +76,28 @@ def z_image_parts(config: Any, batch: int, image: int, caption: int) -> list[Par
     return parts
 
 
-def step_of(parts: Iterable[Part]) -> tuple[Callable[[], None], str]:
+def step_of(parts: Iterable[Part], *, fp8: bool = False) -> tuple[Callable[[], None], str]:
     """A function that runs the parts once on random numbers, and the name of the attention it uses.
 
     Two copies of each weight in turn are enough that none is still in the cache when its turn comes.
     """
     calls: list[Callable[[], Tensor]] = []
-    weights: dict[tuple[int, int], list[Tensor]] = {}
+    weights: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
     inputs: dict[Any, Any] = {}
     attend: Callable[..., Tensor] | None = None
     library = ""
+    factor, product = (_rows_fp8, _scaled_linear) if fp8 else (_rows, F.linear)
     for part in parts:
         if isinstance(part, Product):
             turn = weights.setdefault((part.inputs, part.outputs), [])
             if len(turn) < 2:
-                turn.append(_random(part.outputs, part.inputs))
+                turn.append(factor(part.outputs, part.inputs))
             else:
                 turn.append(turn.pop(0))
             key = (part.rows, part.inputs)
             if key not in inputs:
-                inputs[key] = _random(*key)
-            calls.append(_bind(F.linear, inputs[key], turn[-1]))
+                inputs[key] = factor(*key)
+            calls.append(_bind(product, *inputs[key], *turn[-1]))
         else:
             if part not in inputs:
                 inputs[part] = [_random(part.batch, part.heads, part.tokens, part.width) for _ in range(3)]
@@ -113,6 +115,22 @@ def step_of(parts: Iterable[Part]) -> tuple[Callable[[], None], str]:
 
 def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16, device=gpu.DEVICE)
+
+
+def _rows(number: int, width: int) -> tuple[Tensor, ...]:
+    return (_random(number, width),)
+
+
+def _rows_fp8(number: int, width: int) -> tuple[Tensor, ...]:
+    """Codes, and a scale a row."""
+    return _random(number, width).to(torch.float8_e4m3fn), torch.ones(number, 1, device=gpu.DEVICE)
+
+
+def _scaled_linear(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    product: Tensor = torch._scaled_mm(
+        x, weight.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return product
 
 
 def _bind(function: Callable[..., Tensor], *args: Tensor) -> Callable[[], Tensor]:

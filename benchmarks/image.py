@@ -19,6 +19,7 @@ from benchmarks.energy import joules
 from benchmarks.errors import truth
 from benchmarks.plans import PLANS, Laid, SideBySide, empty_caches, what_ran
 from benchmarks.results import Results, Row
+from benchmarks.side import judge
 from benchmarks.sustained import spread_of
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -99,14 +100,14 @@ def measure(workload: Workload, size: given.Size, plans: list[str], pictures: in
     }
     drawn: dict[str, list[Picture]] = {plan: [] for plan in plans}
     laid: dict[str, Laid] = {}
+    errors: dict[str, float | None] = {}
 
     def attempt(plan: str, seed: int) -> None:
         try:
             if plan not in laid:
                 laid[plan] = bench.lay(plan)
                 with laid[plan].context():
-                    error, _ = reference.check(laid[plan].pipe)
-                rows[plan].judge(error, reference.stock_error)
+                    errors[plan], _ = reference.check(laid[plan].pipe)
             drawn[plan].append(draw(laid[plan], {**call_arguments, "prompt": prompt(seed)}, seed))
         except Exception as error:
             rows[plan].error = table.why(error)
@@ -120,8 +121,9 @@ def measure(workload: Workload, size: given.Size, plans: list[str], pictures: in
         for plan, row in rows.items():
             if row.error is None:
                 _fill(row, drawn[plan][1:], workload.steps)
-        if bench.handle is not None:
-            rows["exact"].more |= what_ran(bench.handle)
+        judge(rows, errors, reference.stock_error)
+        for plan, handle in bench.handles.items():
+            rows[plan].more |= what_ran(handle)
         laid.clear()
     return list(rows.values())
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from benchmarks.results import Row, Run
+from benchmarks.results import FP8, Row, Run
 from fusedit.errors import UsageError
 from fusedit.ops._verify import Error
 
@@ -81,7 +81,8 @@ def _row(value: Any, where: str) -> Row:
 
 def _judge_again(row: Row, where: str) -> None:
     """A stored verdict must be what the errors beside it give, by the rule of the measurement."""
-    error, stock = (None if e is None else float(e) for e in (row.rel_error, row.stock_rel_error))
+    errors = (row.rel_error, row.stock_rel_error, row.peer_rel_error)
+    error, stock, peer = (None if e is None else float(e) for e in errors)
     if row.benchmark == "ops":  # green needs this of both its errors, of which one is in the file
         known = error is not None and stock is not None
         right = not row.correct or not known or Error(0.0, error or 0.0).within(Error(0.0, stock or 0.0))
@@ -92,11 +93,13 @@ def _judge_again(row: Row, where: str) -> None:
         )
     else:
         again = replace(row)
-        again.judge(error, stock)
+        again.judge(error, stock, peer)
         right = row.correct in (None, again.correct)
     if not right:
-        errors = f"rel_error {_kind(row.rel_error)} and stock_rel_error {_kind(row.stock_rel_error)}"
-        raise _Wrong(f"'correct' of {where} is {_kind(row.correct)}, which {errors} beside it contradict")
+        other = "peer" if row.plan in FP8 else "stock"
+        beside = f"{other}_rel_error {_kind(errors[2 if other == 'peer' else 1])}"
+        said = f"rel_error {_kind(row.rel_error)} and {beside}"
+        raise _Wrong(f"'correct' of {where} is {_kind(row.correct)}, which {said} beside it contradict")
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
@@ -163,6 +166,7 @@ _NEVER_NULL: Final = ("variant", "versions", "tb_s", "tflop_s", "percent_of_ceil
 """Keys that may be left out, and are never written without a value."""
 _SHOWN: Final = (
     *("launches", "joules", "peak_bytes", "tb_s", "tflop_s", "percent_of_ceiling"),
+    *("weights_bytes", "transformer_peak_bytes", "lay_s"),
     *("import_s", "load_s", "ready_s", "text_s", "denoise_s", "vae_s", "cold_s", "first_step_s", "first_step_ms"),
     *("kernels_compiled", "kernels_loaded", "new_variants"),
 )
@@ -185,6 +189,6 @@ _ROW: Final[_Rules] = {
     "spread": (_or_none(_pair), "two numbers, 0 or more"),
     **{name: (_at_least_0 if name in _NEVER_NULL else _or_none(_at_least_0), "a number, 0 or more") for name in _SHOWN},
     "plan_ms": (_or_none(_number), "a number"),  # a difference
-    **{name: (_or_none(_error), "a number, 0 or more") for name in ("rel_error", "stock_rel_error")},
+    **{name: (_or_none(_error), "a number, 0 or more") for name in ("rel_error", "stock_rel_error", "peer_rel_error")},
     "correct": (lambda value: value is None or isinstance(value, bool), "true or false"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,6 +13,10 @@ from fusedit.files import json_bytes, write_together
 
 SLACK: Final = 1.05
 """How much further from fp32 than stock in the same dtype a row may be."""
+PEERS: Final = ("torchao-fp8", "torchao-fp8-eager")
+FP8: Final = ("fp8", *PEERS)
+"""Plans that compute in fp8: they are held against a peer's error and the floor in fp8."""
+FLOORS: Final = ("floor", "fp8-floor")
 
 
 @dataclass
@@ -23,18 +28,21 @@ class Row:
             `convolutions` or `layouts`.
         model: a workload's name; in `ops` the op's, in `convolutions` the layer, in `layouts` what is measured.
         size: `WIDTHxHEIGHT`; in `ops` the case, in `convolutions` the layer's own picture, in `layouts` the shape.
-        plan: `stock`, `compile`, `exact`, `floor`, ...; in `convolutions` what computes it, in `layouts` the layout.
+        plan: `stock`, `compile`, `exact`, `fp8`, `floor`, ...; in `convolutions` what computes it, in `layouts` the
+            layout.
         variant: what else tells two rows apart, for example the state of a cache.
         ms: median of the sustained part.
         spread: 5 and 95 % of the same values.
-        floor_ms: the same step's matrix products and attention alone, in the same run; of the VAE its convolutions too.
+        floor_ms: the same step's matrix products and attention alone, in the same run, with products in fp8 for the
+            plans in FP8; of the VAE its convolutions too.
         launches: kernels a step, or a decode or encode.
         joules: a step, or a picture, a decode or encode.
         peak_bytes: the most this plan needs, without what the others in the process hold.
         rel_error: relative L2 of one step against stock in fp32; `stock_rel_error` that of stock in bf16 (in
             `convolutions` cuDNN's).
-        correct: whether the former is at most 5 % above the latter (`ops`, `convolutions`: twice); None where it was
-            not checked.
+        peer_rel_error: of the plans in FP8 that of torchao in the same run.
+        correct: whether `rel_error` is at most 5 % above `stock_rel_error` (`ops`, `convolutions`: twice), of the plans
+            in FP8 at most `peer_rel_error`; None where it was not checked.
         error: why there is no measurement.
         more: further keys of this benchmark.
     """
@@ -53,6 +61,7 @@ class Row:
     peak_bytes: int | None = None
     rel_error: float | None = None
     stock_rel_error: float | None = None
+    peer_rel_error: float | None = None
     correct: bool | None = None
     error: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
@@ -66,10 +75,13 @@ class Row:
         """How many times as long as the floor; None beside a check that is red or was not made."""
         return None if self.ms is None or not self.floor_ms or not self.correct else self.ms / self.floor_ms
 
-    def judge(self, error: float | None, stock: float | None) -> None:
+    def judge(self, error: float | None, stock: float | None, peer: float | None = None) -> None:
         """Set the errors and the verdict; NaN is never correct."""
-        self.rel_error, self.stock_rel_error = error, stock
-        self.correct = None if error is None or stock is None else error <= SLACK * stock
+        self.rel_error, self.stock_rel_error, self.peer_rel_error = error, stock, peer
+        if self.plan in FP8:
+            self.correct = None if error is None or peer is None else error <= peer and math.isfinite(error)
+        else:
+            self.correct = None if error is None or stock is None else error <= SLACK * stock
 
     def faster_than(self, stock: Row | None) -> float | None:
         """How many times as fast as `stock`; None beside a check that is red or was not made."""
@@ -79,8 +91,8 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "more"}
-        for name in ("variant", "error"):
-            if not data[name]:
+        for name in ("variant", "error", "peer_rel_error"):
+            if data[name] in ("", None):
                 del data[name]
         if self.of_floor is not None:
             data["of_floor"] = round(self.of_floor, 3)

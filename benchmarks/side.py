@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from benchmarks import arguments as given
 from benchmarks import gpu, table
 from benchmarks.plans import SideBySide, what_ran
-from benchmarks.results import Row
+from benchmarks.results import FLOORS, FP8, PEERS, Row
 from benchmarks.sustained import Burst, sustained
 
 Bursts = dict[str, Callable[[], Burst]]
 
 
 class Plans:
-    """Rows of one benchmark of one model at one size and batch, by plan; the floor is one of them."""
+    """Rows of one benchmark of one model at one size and batch, by plan; the floors are among them."""
 
     def __init__(self, benchmark: str, model: str, size: given.Size, batch: int, plans: Iterable[str]) -> None:
         name = f"{size[0]}x{size[1]}"
-        self.rows = {plan: Row(benchmark, model, name, batch, plan) for plan in (*plans, "floor")}
+        plans = list(plans)
+        floors = FLOORS if any(plan in FP8 for plan in plans) else FLOORS[:1]
+        self.rows = {plan: Row(benchmark, model, name, batch, plan) for plan in (*plans, *floors)}
 
     def failed(self, plan: str, error: Exception) -> None:
         self.rows[plan].error = table.why(error)
@@ -37,12 +39,26 @@ class Plans:
             row = self.rows[plan]
             row.ms, row.spread, row.joules = figures
         bursts.clear()
-        if bench.handle is not None:
-            self.rows["exact"].more |= what_ran(bench.handle)
+        for plan, handle in bench.handles.items():
+            self.rows[plan].more |= what_ran(handle)
 
     def hold_against_floor(self) -> None:
         for row in self.rows.values():
-            row.floor_ms = self.rows["floor"].ms
+            row.floor_ms = self.rows["fp8-floor" if row.plan in (*FP8, "fp8-floor") else "floor"].ms
+
+
+def judge(rows: Mapping[str, Row], errors: Mapping[str, float | None], stock: float | None) -> None:
+    """Set errors and verdicts; the plans in fp8 are held against the peer as people run it, else against the eager one.
+
+    Args:
+        rows: by plan.
+        errors: of the plans that were checked.
+        stock: error of stock.
+    """
+    peer = next((errors[plan] for plan in PEERS if errors.get(plan) is not None), None)
+    for plan, error in errors.items():
+        yardstick = error if plan in PEERS else peer
+        rows[plan].judge(error, stock, yardstick if plan in FP8 else None)
 
 
 def calls(run: Callable[[], object], number: int, warm: int) -> Burst:

@@ -70,6 +70,7 @@ class VaeSideBySide(SideBySide):
             vae = vae.to(memory_format=torch.channels_last)
         if plan == "compile":
             torch.compiler.reset()  # else what was compiled for another size makes this one compile for any size
+            self._compiled = True
             compile_in_place(getattr(vae, PARTS[self.what]))
         self._copies.append(self.workload.with_components(vae=vae))
         return Laid(plan, self._copies[-1].pipe, contextlib.nullcontext)

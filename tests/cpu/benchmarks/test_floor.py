@@ -92,6 +92,30 @@ def test_weights_take_turns_and_inputs_are_shared(monkeypatch: pytest.MonkeyPatc
     assert weights == [weights[0], weights[1]] * 2 + [weights[0]]
 
 
+def test_fp8_products_are_scaled_by_row_and_attention_stays_as_it_is(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int, int]] = []
+    scaled = torch._scaled_mm
+
+    def product(x: torch.Tensor, w: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert (x.dtype, w.dtype) == (torch.float8_e4m3fn, torch.float8_e4m3fn)
+        assert (options["scale_a"].shape, options["scale_b"].shape) == ((len(x), 1), (1, w.shape[1]))
+        made = scaled(x, w, **options)
+        assert (made.shape, made.dtype) == ((len(x), w.shape[1]), torch.bfloat16)
+        seen.append((*x.shape, w.shape[1]))
+        return made
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    parts = workload.parts(64, 48, 2)
+    step, library = step_of(parts, fp8=True)
+    with Attentions() as attentions:
+        step()
+    assert library == "torch's choice"
+    assert seen == [(p.rows, p.inputs, p.outputs) for p in parts if isinstance(p, Product)]
+    assert len(attentions.shapes) == sum(isinstance(part, Attention) for part in parts)
+
+
 def test_attention_by_torchs_choice_without_cudnn(workload: Workload) -> None:
     step, library = step_of(workload.parts(64, 48, 2))
     step()

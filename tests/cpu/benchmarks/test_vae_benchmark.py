@@ -239,7 +239,7 @@ def test_each_plan_runs_what_it_is(compiled: list[str]) -> None:
     with VaeSideBySide(workload, "decode") as bench:
         laid = {plan: bench.lay(plan) for plan in vae_plans.PLANS}
         assert compiled == ["Decoder"]
-        handle = bench.handle
+        handle = bench.handles["exact"]
         assert handle is not None
 
         def fused() -> int:
