@@ -98,6 +98,8 @@ def main() -> None:
     lora = prepare(args.model, args.style, pack, device, args.batch_divisor)
     task, title = lora.task, f"{args.model}-{args.style}"
     sizes = SMALL if args.small else SIZES
+    for height, width in sizes:
+        task.latents.prepare(batches.Kind(height, width, batches.SHORT_TEXT, False))
     clock = loop.Clock(args.minutes, max_steps=args.steps)
 
     def on_step(step: int, progress: float) -> None:
@@ -107,14 +109,13 @@ def main() -> None:
 
     def pick(rng: random.Random, _: float) -> batches.Kind:
         height, width = rng.choices(list(sizes), weights=list(sizes.values()))[0]
-        kind = batches.Kind(height, width, batches.SHORT_TEXT, task.teacher is not None)
-        task.latents.prepare(kind)
-        return kind
+        return batches.Kind(height, width, batches.SHORT_TEXT, task.teacher is not None)
 
     stepper = loop.Stepper(task.loss, lora.optimizer)
     steps, losses = loop.run(stepper, clock, pick, rate=loop.two_phases(DISTIL_FROM), log_every=100, on_step=on_step)
     lora.settle()
-    args.out.mkdir(parents=True, exist_ok=True)
+    for folder in (args.out, args.logs):
+        folder.mkdir(parents=True, exist_ok=True)
     file = args.out / f"{title}.safetensors"
     about = {"model": args.model, "style": args.style, "rank": RANK, "alpha": RANK, "steps": steps, "licence": LICENCE}
     save_lora(lora.pipe, file, {key: str(value) for key, value in about.items()})
