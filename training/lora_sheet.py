@@ -39,8 +39,8 @@ def sheet(loras: dict[str, Path], models: Path, width: int, height: int) -> Imag
     pen, y = ImageDraw.Draw(grid), 0
     for name, file in loras.items():
         sampler = Sampler(next(model for model in DEFAULTS if name.startswith(model)), models)
-        for label in (f"without {name}", f"with {name}"):
-            if label.startswith("with "):
+        for label in ("without", "with LoRA"):
+            if label != "without":
                 sampler.pipe.load_lora_weights(file.parent, weight_name=file.name)
             for column, (prompt, picture) in enumerate(zip(PROMPTS, draw_all(sampler, width, height), strict=True)):
                 grid.paste(picture, (column * width, y))
