@@ -34,7 +34,7 @@ app.add_typer(lora_app, name="lora")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Embedded model, local diffusers directory, or hub id.")]
-PlanName = Annotated[str, typer.Option("--plan", help="A tier (exact) or the path of a plan JSON.")]
+PlanName = Annotated[str, typer.Option("--plan", help="A tier (exact, fp8) or the path of a plan JSON.")]
 SizeText = Annotated[str | None, typer.Option("--size", metavar="WxH", help="Pixels, multiples of 16.")]
 Steps = Annotated[int | None, typer.Option("--steps", help="Denoising steps.")]
 Guidance = Annotated[float | None, typer.Option("--guidance", help="Guidance scale; 0 is a value.")]
@@ -277,6 +277,60 @@ def layout(
     print_json(layouts_data(result)) if json else print_layouts(result, console())
     if not result.passed:
         raise typer.Exit(1)
+
+
+@app.command(epilog="Example: fusedit quantize black-forest-labs/FLUX.1-dev -o flux-fp8")
+@reporting
+def quantize(
+    model: Annotated[str, typer.Argument(help="Embedded model, local diffusers directory, or hub id.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="New folder for the checkpoint.")],
+    plan: Annotated[str, typer.Option("--plan", help="fp8 or the path of a plan JSON with base fp8.")] = "fp8",
+    dtype: Dtype = None,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint with e4m3 weights that --model and fusedit.load start from, without the original."""
+    from fusedit.cli_fp8 import quantised_line, run_quantize
+
+    made = run_quantize(model=model, out=output, plan=plan, dtype=dtype, quiet=json)
+    print_json(made.to_dict()) if json else typer.echo(quantised_line(made))
+
+
+@app.command(epilog="Example: fusedit sensitivity --model tiny-flux --plan fp8 --by role")
+@reporting
+def sensitivity(
+    model: Model = "tiny-flux",
+    plan: Annotated[str, typer.Option("--plan", help="fp8 or the path of a plan JSON with base fp8.")] = "fp8",
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Draws the steps that are measured.")] = "red apple",
+    seed: Annotated[int, typer.Option("--seed", help="Of that picture.")] = 0,
+    size: SizeText = None,
+    steps: Steps = None,
+    by: Annotated[str, typer.Option("--by", metavar="role|block|layer", help="What is measured together.")] = "role",
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Denoising steps that are measured.")] = 3,
+    keep: Annotated[int, typer.Option("--keep", help="For --save: worst groups that stay in the model's dtype.")] = 1,
+    save: Annotated[Path | None, typer.Option("--save", help="JSON file for the plan with --keep.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    json: Json = False,
+) -> None:
+    """Measure how much each group of layers adds to the error of the transformer's output under a plan."""
+    from fusedit.cli_fp8 import print_sensitivity, run_sensitivity
+
+    found = run_sensitivity(
+        model=model,
+        plan=plan,
+        prompt=prompt,
+        seed=seed,
+        size=size,
+        steps=steps,
+        by=by,
+        samples=samples,
+        keep=keep,
+        save=save,
+        dtype=dtype,
+        device=device,
+        quiet=json,
+    )
+    print_json(found.to_dict()) if json else print_sensitivity(found, console())
 
 
 @app.command(epilog="Example: fusedit doctor --json")

@@ -96,7 +96,18 @@ def _tiers() -> list[dict[str, Any]]:
         ]
     )
     why = reason or ("" if denoisers else "no transformer of this diffusers version can be served")
-    return [{"tier": tier, "works": not why, "reason": why, "serves": denoisers or []} for tier in TIERS]
+    reasons = {tier: why or (_why_no_fp8() if tier == "fp8" else "") for tier in TIERS}
+    return [{"tier": tier, "works": not why, "reason": why, "serves": denoisers or []} for tier, why in reasons.items()]
+
+
+def _why_no_fp8() -> str:
+    """Why products in e4m3 do not run here; on a CPU they are emulated."""
+    import torch
+
+    from fusedit.float8.conversion import device_refusal
+
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return device_refusal(capability) or ""
 
 
 def _ops(device: str) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ from fusedit.errors import NonFiniteError
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """True if no element is NaN or infinite."""
-    return bool(torch.isfinite(tensor).all())
+    known = tensor if tensor.itemsize > 1 else tensor.float()  # torch has no such question for e4m3
+    return bool(torch.isfinite(known).all())
 
 
 def modules_of(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:

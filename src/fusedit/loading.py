@@ -55,9 +55,10 @@ def load(
     chosen_device = resolve_device(device)
     chosen_dtype = resolve_dtype(dtype, chosen_device)
     source = _source(name)
-    pipe: Any = _from_pretrained(source, str(name), chosen_dtype)  # diffusers' own methods are not typed
     failure = None
+    pipe: Any = None  # diffusers' own methods are not typed
     try:
+        pipe = _from_pretrained(source, str(name), chosen_dtype, chosen_device)
         pipe.to(chosen_device)
     except torch.OutOfMemoryError as error:
         failure = str(error).split(". ")[0]
@@ -127,14 +128,15 @@ def _choices() -> str:
     return f"give an embedded model ({known}), a local diffusers directory, or a hub id owner/name"
 
 
-def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> Any:
+def _from_pretrained(source: str, name: str, dtype: torch.dtype, device: torch.device) -> Any:
     from diffusers import DiffusionPipeline
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     local = Path(source).is_dir()
     try:
         with quiet_loading():
-            pipe = DiffusionPipeline.from_pretrained(source, dtype=dtype)  # type: ignore[no-untyped-call]
+            own = _converted_transformer(Path(source), dtype, device) if local else {}
+            pipe = DiffusionPipeline.from_pretrained(source, dtype=dtype, **own)  # type: ignore[no-untyped-call]
     except GatedRepoError:
         raise ModelNotFoundError(
             f"hub model {name!r} is gated; accept its licence on its page and log in with `hf auth login`"
@@ -166,6 +168,16 @@ def _from_pretrained(source: str, name: str, dtype: torch.dtype) -> Any:
             ) from None
         raise ModelNotFoundError(f"hub model {name!r} could not be loaded: {_short(error)}") from None
     return pipe
+
+
+def _converted_transformer(folder: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The transformer of a folder that `fusedit quantize` wrote, as an argument of from_pretrained; else none."""
+    from fusedit.float8 import checkpoint
+
+    precision = checkpoint.marked(folder)
+    if precision is None:
+        return {}
+    return {checkpoint.COMPONENT: checkpoint.load_transformer(folder, precision, dtype, device)}
 
 
 @contextlib.contextmanager

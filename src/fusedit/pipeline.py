@@ -233,7 +233,7 @@ def accelerate(
         else:
             refusals += [Refusal(name, "switched off by the plan") for name in off]
             refusals += precision.refused
-            notes += precision.notes
+            notes += precision.notes(".".join(model.path))
         wanted = len(off) < len(rewrites)
         if wanted and (reason is None or (_overflows(module, model) and _reachable(pipe, module, model))):
             chosen_layers = {} if reason is not None else precision.wanted

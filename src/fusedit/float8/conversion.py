@@ -18,8 +18,10 @@ from torch import nn
 
 from fusedit.cache.checksum import checksums
 from fusedit.errors import ArgumentError, RestoreError
+from fusedit.float8 import mark
 from fusedit.float8.linear import Float8Linear, quantise_weight
 from fusedit.float8.source import Source
+from fusedit.progress import Progress
 from fusedit.runtime.inspect_module import offload_hook
 
 ORIGINALS: Final = ("cpu", "reload", "drop")
@@ -57,6 +59,7 @@ def conversion_of(module: nn.Module) -> Conversion | None:
 def mark_loaded(module: nn.Module, wanted: Mapping[str, str]) -> None:
     """Say that this module was loaded in e4m3."""
     _CONVERSIONS[module] = Conversion(wanted, "checkpoint")
+    mark.put(module, wanted)
 
 
 def device_refusal(capability: tuple[int, int] | None) -> str | None:
@@ -105,12 +108,21 @@ def layers_of(module: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
             yield path.replace(".base_layer", ""), layer
 
 
-def convert(module: nn.Module, wanted: Mapping[str, str], originals: str) -> Conversion:
+def convert(
+    module: nn.Module,
+    wanted: Mapping[str, str],
+    originals: str,
+    *,
+    device: torch.device | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
     """Make the layers of `wanted` e4m3, in place.
 
     Args:
         wanted: path -> `fp8` (activations too) or `weights`.
         originals: one of ORIGINALS.
+        device: where weights are quantised; None: where they lie.
+        progress: told of every layer.
 
     Raises:
         ArgumentError: `reload`, and the module does not say where it was loaded from.
@@ -123,14 +135,20 @@ def convert(module: nn.Module, wanted: Mapping[str, str], originals: str) -> Con
         if type(layer) is nn.Linear and plain in wanted and ".lora_" not in path:
             layers[plain] = layer
     if layers:
-        quantise_weight(max(layers.values(), key=lambda layer: layer.weight.numel()).weight)  # room for all the others
+        largest = max(layers.values(), key=lambda layer: layer.weight.numel()).weight
+        quantise_weight(largest if device is None else largest.to(device))  # room for all the others
     made = Conversion(dict(wanted), originals, source)
+    progress = progress or Progress()
+    progress.begin("quantising", len(layers))
     with torch.no_grad(), torch.inference_mode(False):
         if source is not None:
             made.sums = {path: checksums([layer.weight])[0] for path, layer in layers.items()}
         for path, layer in layers.items():
-            Float8Linear.convert(layer, activations=wanted[path] == "fp8", keep=originals == "cpu")
+            progress.picture(path)
+            Float8Linear.convert(layer, activations=wanted[path] == "fp8", keep=originals == "cpu", device=device)
+            progress.finish_picture()
     _CONVERSIONS[module] = made
+    mark.put(module, made.wanted)
     return made
 
 
@@ -168,6 +186,7 @@ def restore(module: nn.Module) -> None:
             # Codes that were loaded into the layer after its conversion have no other original.
             layer.revert(layer.dequantised(layer.compute_dtype) if weight is None else weight)
     del _CONVERSIONS[module]
+    mark.take(module)
 
 
 def _check(name: str, made: Conversion, weights: Mapping[str, torch.Tensor | None]) -> None:

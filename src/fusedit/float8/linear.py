@@ -52,10 +52,11 @@ class Float8Linear(nn.Linear):
     branches: dict[str, list[tuple[Tensor, Tensor, float]]]
 
     @staticmethod
-    def convert(layer: nn.Linear, *, activations: bool, keep: bool) -> Float8Linear:
-        """Make this very layer a Float8Linear. `keep` puts its weight on the CPU as `original`."""
+    def convert(layer: nn.Linear, *, activations: bool, keep: bool, device: torch.device | None = None) -> Float8Linear:
+        """Make this very layer a Float8Linear; `keep` puts its weight on the CPU as `original`, `device` quantises."""
         weight = layer.weight
-        codes, scale = quantise_weight(weight.data)
+        codes, scale = quantise_weight(weight.data if device is None else weight.data.to(device))
+        codes, scale = codes.to(weight.device), scale.to(weight.device)
         original = weight.data.to("cpu", copy=True) if keep else None
         dtype = weight.dtype
         weight.data = codes

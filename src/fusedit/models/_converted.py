@@ -9,7 +9,7 @@ from torch import nn
 
 from fusedit.float8 import conversion
 from fusedit.models._model import FusedModel
-from fusedit.models._precision import Chosen, chosen_precisions
+from fusedit.models._precision import chosen_precisions
 from fusedit.plan import Plan
 from fusedit.report import Refusal
 
@@ -22,13 +22,20 @@ class Precisions:
         wanted: path -> `fp8` or `weights`.
         blocking: why the module cannot be served at all under this plan.
         refused: rewrites of the tier that do not apply, with the reason.
-        notes: for the report.
+        kept: path -> reason, of layers that stay in the model's dtype.
     """
 
     wanted: dict[str, str] = field(default_factory=dict)
     blocking: str | None = None
     refused: list[Refusal] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def notes(self, name: str) -> list[str]:
+        """What stays in the model's dtype, by reason, for the report."""
+        return [
+            f"{name}: {count} linear layer{'s' if count > 1 else ''} in the model's dtype: {reason}"
+            for reason, count in Counter(self.kept.values()).items()
+        ]
 
 
 def precisions(module: nn.Module, model: type[FusedModel], plan: Plan, *, ours: bool) -> Precisions:
@@ -65,14 +72,5 @@ def precisions(module: nn.Module, model: type[FusedModel], plan: Plan, *, ours: 
         made.wanted = {}
         made.refused = [Refusal(rewrite.name, reason) for rewrite in fp8 if plan.enabled(rewrite.name, rewrite.tier)]
         return made
-    made.notes = _kept(name, chosen)
+    made.kept = {path: found.reason for path, found in chosen.items() if found.value == "model"}
     return made
-
-
-def _kept(name: str, chosen: dict[str, Chosen]) -> list[str]:
-    """The layers that stay in the model's dtype, by reason."""
-    reasons = Counter(found.reason for found in chosen.values() if found.value == "model")
-    return [
-        f"{name}: {count} linear layer{'s' if count > 1 else ''} in the model's dtype: {reason}"
-        for reason, count in reasons.items()
-    ]

@@ -14,7 +14,7 @@ from fusedit.models._flux_single import IMAGE
 from fusedit.models._products import linear, packed, takes_rows
 from fusedit.models._scratch import Scratch, Targets
 from fusedit.runtime.branches import split
-from fusedit.runtime.linear import Part
+from fusedit.runtime.linear import Part, scale_of
 
 if TYPE_CHECKING:
     from fusedit.models.flux import Flux
@@ -58,6 +58,9 @@ class Double:
         attn, model = self.block.attn, self.model
         cos, sin = rotary
         qkv = scratch.dense(y, 3 * attn.inner_dim)
+        found = split(attn.to_q)
+        if found is not None and scale_of(found.base) is not None:
+            model.counters.ran("flux.fp8")
         packed(self.image, n[0], qkv[:, t:], offloaded=off)
         packed(self.text, n[1], qkv[:, :t], offloaded=off)
         qkv = qkv.view(*qkv.shape[:2], 3, -1, attn.head_dim)
@@ -107,7 +110,6 @@ class Double:
         proj, last = ff.net[0].proj, ff.net[2]
         model = self.model
         if isinstance(n, Rows) and bound is not None and isinstance(last, Float8Linear):
-            model.counters.ran("flux.fp8")
             codes = scratch.codes(n, len(proj.weight))
             scale = model.row_bounds(n.length, bound, False)
             nothing = out[..., :0]

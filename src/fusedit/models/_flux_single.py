@@ -13,7 +13,7 @@ from fusedit.float8.rows import Activation, Rows
 from fusedit.models._flux_parts import Pair, eps, width_of
 from fusedit.models._products import add_to_columns, linear, separate, takes_rows, times
 from fusedit.models._scratch import Scratch
-from fusedit.runtime.linear import Whole
+from fusedit.runtime.linear import Whole, scale_of
 
 if TYPE_CHECKING:
     from fusedit.models.flux import Flux
@@ -53,6 +53,8 @@ class Single:
         """n [B, S, C], the normed input, through the block into y [B, S, C], which its gate multiplies."""
         parts = self.product.parts()
         whole = self.product.whole(parts, offloaded=offloaded)
+        if any(part is not None and scale_of(part.base) is not None for part in parts):
+            self.model.counters.ran("flux.fp8")
         if isinstance(n, Rows) and bounds is not None and whole is not None and whole.bias is not None:
             self._float8(n, y, whole, scratch, rotary, bounds)
             return
@@ -78,7 +80,6 @@ class Single:
         model, closing = self.model, self.block.proj_out
         assert isinstance(closing, Float8Linear)
         wide = self.block.attn.inner_dim
-        model.counters.ran("flux.fp8")
         qkv = scratch.dense(n, 3 * wide)
         codes = scratch.codes(n, self.codes_width())
         scale = model.row_bounds(n.length, bounds, False)

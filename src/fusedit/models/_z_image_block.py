@@ -13,7 +13,7 @@ from fusedit.float8.rows import Activation, Rows
 from fusedit.models._products import add_to_columns, linear, packed, separate, takes_rows, times
 from fusedit.models._scratch import Scratch
 from fusedit.models._z_image_layout import Table
-from fusedit.runtime.linear import PackedLinear, Part
+from fusedit.runtime.linear import PackedLinear, Part, scale_of
 
 if TYPE_CHECKING:
     from fusedit.models.z_image import ZImage
@@ -63,8 +63,9 @@ class Block:
         parts = self.w13.parts()
         whole = self.w13.whole(parts, offloaded=offloaded)
         added = any(part is None or part.branches for part in parts)
-        if isinstance(n, Rows) and bounds is not None and whole is not None and isinstance(last, Float8Linear):
+        if any(part is not None and scale_of(part.base) is not None for part in parts):
             self.model.counters.ran("z_image.fp8")
+        if isinstance(n, Rows) and bounds is not None and whole is not None and isinstance(last, Float8Linear):
             scale = self.model.row_bounds(n.length, bounds, True)
             weights, codes = (whole.weight, whole.scale), scratch.codes(n, wide)
             self.model.scaled_linear_swiglu(*n[:2], *weights, scale, out=codes)

@@ -66,7 +66,7 @@ def compare(
         negative, true_cfg: negative prompt and FLUX's true CFG scale.
         text_tokens: longest prompt in tokens; None: the model's own.
         reference: None or `same`: stock in the same dtype; `fp32` draws stock in fp32 too and adds the yardstick.
-        min_psnr, min_ssim: gates in dB and -1 to 1; None: the rule of `exact` for the dtype (fusedit.quality.gates).
+        min_psnr, min_ssim: gates in dB and -1 to 1; None: the rule of the plan's tier (fusedit.quality.gates).
         gate_on: `min` judges the worst pair, `median` the middle one.
         flip: True demands FLIP, None takes it where flip-evaluator is installed, False leaves it out.
         strict: as in accelerate().
@@ -97,7 +97,12 @@ def compare(
     wanted = check_choice("same" if reference is None else reference, ("same", "fp32"), "reference")
     dtype = compute_dtype(pipe)
     gates = Gates.of(
-        dtype, min_psnr=min_psnr, min_ssim=min_ssim, on=gate_on, fp32_reference=wanted == "fp32" and dtype != "fp32"
+        dtype,
+        min_psnr=min_psnr,
+        min_ssim=min_ssim,
+        on=gate_on,
+        fp32_reference=wanted == "fp32" and dtype != "fp32",
+        tier=chosen.base,
     )
     if flip and not flip_installed():
         flip_map(*[torch.zeros(16, 16, 3).numpy()] * 2)  # raises the error that names the extra, before any drawing

@@ -9,7 +9,8 @@ unless told `median`,
   bf16 is, but for a slack of 0.2 dB on the median over the pairs. Each picture is held against its own yardstick: the
   prompts are 20 dB apart, so the difference of the two medians moves by chance more than any rewrite does. Two bf16
   pictures of one seed differ by chance too, so with fewer than 20 pairs twice the standard error of the difference is
-  allowed, and with fewer than 4 nothing can be said and the plain gates hold.
+  allowed, and with fewer than 4 nothing can be said and the plain gates hold. `fp8`, in either dtype: PSNR >= 30 dB and
+  SSIM >= 0.95 against stock in the same dtype.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from fusedit.validation import Size, check_choice, check_psnr, check_ssim
 FP32_PSNR: Final = 80.0
 BF16_PSNR: Final = 45.0
 SSIM: Final = 0.98
+FP8_PSNR: Final = 30.0
+FP8_SSIM: Final = 0.95
 SLACK_DB: Final = 0.2
 ENOUGH_PAIRS: Final = 20
 FEWEST_PAIRS: Final = 4
@@ -76,13 +79,15 @@ class Gates:
         min_ssim: float | None = None,
         on: str = "min",
         fp32_reference: bool = False,
+        tier: str = "exact",
     ) -> Gates:
-        """The gates asked for, with the rule of the exact tier for this dtype in place of every None."""
-        explicit = min_psnr is not None or min_ssim is not None
-        floor = FP32_PSNR if dtype == "fp32" else BF16_PSNR
+        """The gates asked for, with the rule of the tier for this dtype in place of every None."""
+        lossy = tier != "exact"
+        explicit = min_psnr is not None or min_ssim is not None or lossy
+        floor = FP8_PSNR if lossy else FP32_PSNR if dtype == "fp32" else BF16_PSNR
         return cls(
             min_psnr=floor if min_psnr is None else check_psnr(min_psnr),
-            min_ssim=SSIM if min_ssim is None else check_ssim(min_ssim),
+            min_ssim=(FP8_SSIM if lossy else SSIM) if min_ssim is None else check_ssim(min_ssim),
             on=check_choice(on, ("min", "median"), "gate_on"),
             yardstick=fp32_reference and not explicit,
         )

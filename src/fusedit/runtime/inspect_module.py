@@ -299,7 +299,7 @@ def quantised_by(module: nn.Module) -> str | None:
         getattr(module, "config", None), "quantization_config", None
     )
     method = getattr(config, "quant_method", None) if not isinstance(config, dict) else config.get("quant_method")
-    if method is not None:
+    if method not in (None, "fusedit"):  # our own conversion, whose layers the fused forward knows
         return str(getattr(method, "value", method))
     if getattr(module, "is_loaded_in_4bit", False) or getattr(module, "is_loaded_in_8bit", False):
         return "bitsandbytes"

@@ -1,0 +1,136 @@
+"""Checkpoints of converted models: a diffusers folder whose transformer has e4m3 weights and their scales.
+
+Keys are stock's: `<layer>.weight` in e4m3 and beside it `<layer>.weight_scale`, fp32. The config of the transformer
+says so under `quantization_config`, by a method that diffusers does not know: read by `from_pretrained` alone the codes
+would pass for values, so it has to refuse them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from fusedit.errors import OutputError, UnsupportedPipelineError
+from fusedit.float8.conversion import mark_loaded
+from fusedit.float8.linear import CODES, Float8Linear
+from fusedit.float8.mark import METHOD
+
+COMPONENT: Final = "transformer"
+
+
+def marked(folder: Path) -> dict[str, str] | None:
+    """Path -> precision of the converted layers of a pipeline's folder; None where it is an ordinary one.
+
+    Raises:
+        UnsupportedPipelineError: a newer version wrote it.
+    """
+    try:
+        config = json.loads((folder / COMPONENT / "config.json").read_text(encoding="utf-8"))
+        mark = config.get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not isinstance(mark, Mapping) or mark.get("quant_method") != METHOD:
+        return None
+    precision = mark.get("precision")
+    if mark.get("schema") != 1 or not isinstance(precision, dict):
+        raise UnsupportedPipelineError(
+            f"the e4m3 weights of {str(folder)!r} were written by another version of fusedit (schema "
+            f"{mark.get('schema')!r}, this one reads 1); upgrade it or quantise the model again"
+        )
+    return precision
+
+
+def load_transformer(folder: Path, precision: Mapping[str, str], dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The transformer of a marked folder, read straight onto the device: its bf16 weights never exist.
+
+    Raises:
+        UnsupportedPipelineError: the files are not what the config says.
+    """
+    from fusedit.models import registry
+
+    place = folder / COMPONENT
+    config: dict[str, Any] = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    stock = {model.stock_class().__name__: model.stock_class() for model in registry().values() if model.denoiser}
+    kind: Any = stock.get(config.get("_class_name", ""))
+    if kind is None:
+        raise UnsupportedPipelineError(f"{str(place)!r} is a {config.get('_class_name')!r}, which no model here serves")
+    config.pop("quantization_config", None)
+    with torch.device("meta"):
+        module: nn.Module = kind.from_config(config)
+    try:
+        for path, value in precision.items():
+            layer: Any = module.get_submodule(path)
+            scale = torch.empty(layer.out_features, dtype=torch.float32, device="meta")
+            layer.weight = nn.Parameter(torch.empty(layer.weight.shape, dtype=CODES, device="meta"), False)
+            layer.__class__ = Float8Linear
+            layer.become(scale, dtype, value == "fp8")
+        module.load_state_dict(_read(place, dtype, device), assign=True)
+    except (AttributeError, RuntimeError, OSError, ValueError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        words = " ".join(str(error).split())[:200]
+        raise UnsupportedPipelineError(f"{str(place)!r} cannot be loaded: {words}; quantise the model again") from None
+    module.requires_grad_(False).eval()
+    mark_loaded(module, precision)
+    return module
+
+
+def _read(place: Path, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """All tensors of a component's files, on the device; those that are neither codes nor scales in dtype."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(place.glob("*.safetensors"))
+    if not files:
+        raise OSError("it holds no safetensors files")
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            state |= load_file(file, device=str(device))
+        except SafetensorError as error:
+            raise OSError(f"{file.name} is damaged ({error})") from None
+    scales = {key for key in state if key.endswith(".weight_scale")}
+    return {
+        key: t if t.dtype is CODES or key in scales or not t.is_floating_point() else t.to(dtype)
+        for key, t in state.items()
+    }
+
+
+def save(pipe: Any, folder: Path) -> None:
+    """Write a pipeline whose transformer was converted, whole or not at all.
+
+    Raises:
+        OutputError: the folder is there and not empty, or it cannot be written.
+    """
+    check_new(folder)
+    temporary = folder.parent / f".{folder.name[:80]}.{secrets.token_hex(6)}.part"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        pipe.save_pretrained(temporary, safe_serialization=True, max_shard_size="5GB")
+        if folder.exists():
+            folder.rmdir()
+        temporary.rename(folder)
+    except OSError as error:
+        raise OutputError(f"cannot write {str(folder)!r}: {error.strerror or error}; choose another place") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_new(folder: Path) -> None:
+    """Prove that a folder of this name can be made.
+
+    Raises:
+        OutputError: it is there and not empty, or its place takes no files.
+    """
+    from fusedit.files import check_folder
+
+    check_folder(folder.parent)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{str(folder)!r} is there already; name a new folder")
