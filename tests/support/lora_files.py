@@ -30,7 +30,7 @@ _RANKS = {4: 2, 16: 3, 32: 5}
 def tiny(family: str, **changes: Any) -> nn.Module:
     """A transformer with random weights: FLUX.1 with 2 and 3 blocks, Z-Image with 3 layers and 2 refiners of a kind."""
     torch.manual_seed(0)
-    module: nn.Module = registry()[family].tiny(**changes)
+    module: nn.Module = registry()[family.replace("-", "_")].tiny(**changes)
     return module
 
 
