@@ -227,9 +227,8 @@ class Op(Generic[P, R]):
         x, shapes, outs = self._settle(args, kwargs, out)
         if negated(args) or (kwargs and negated(kwargs.values())):
             args, kwargs = resolved(args), {name: resolved(value) for name, value in kwargs.items()}
-        for shape in shapes:
-            if 0 in shape:
-                return out if out is not None else self._pack(self._results(x, shapes, args, kwargs))
+        if all(0 in shape for shape in shapes):
+            return out if out is not None else self._pack(self._results(x, shapes, args, kwargs))
         if self._choose is not None:
             return self._on_device(x, args, kwargs, out)
         backend = _ON_CPU if x.is_cpu and not _triton.INTERPRETING else self._backend(args, kwargs)

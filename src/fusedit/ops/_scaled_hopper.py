@@ -1,0 +1,208 @@
+"""Products of e4m3 written for Hopper: tiles by TMA, products by wgmma, and a group of warps that ends tiles meanwhile.
+
+The kernel is in _scaled_hopper_kernel.py, in Gluon. One program a multiprocessor takes tiles in turn.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from fusedit.ops import _gluon, _hopper, _rows, _scaled_hopper_kernel, _triton
+from fusedit.ops._build import Build
+from fusedit.ops._rows import cdiv
+from fusedit.ops._scaled_hopper_kernel import COLUMNS, ROWS, STEP
+
+Tensor = torch.Tensor
+ACTS: Final = ("none", "gelu", "swiglu")
+WIDE: Final = 64
+"""Columns of a block of the result."""
+GROUP: Final = 8
+"""Tiles of rows that share weights in L2."""
+
+
+def reason(x: Tensor, weight: Tensor) -> str:
+    """Why the kernel cannot take these at any length, or nothing."""
+    if _gluon.reason:
+        return _gluon.reason
+    if not x.is_cuda or _triton.capability(x.device.index or 0) != (9, 0):
+        return "written for compute capability 9.0"
+    if not x.shape[-1]:
+        return "has nothing to multiply"
+    if x.ndim not in (2, 3):
+        return f"takes two or three dimensions, not {x.ndim}"
+    if x.stride(-1) != 1 or not weight.is_contiguous():
+        return "rows are not dense"
+    N, K = weight.shape
+    if N % 16 or K % 16:
+        return f"takes inputs and outputs in multiples of 16, not {K} and {N}"
+    return "" if _rows.vector(K, x, weight) > 1 else "needs rows on 16 bytes"
+
+
+def idle(x: Tensor, N: int) -> str:
+    """Why so many multiprocessors would be idle that the library is faster, or nothing."""
+    count, needed = _rows.multiprocessors(x.device.index or 0), _hopper.tiles(x, N)
+    share = needed / (cdiv(needed, count) * count)
+    return "" if share >= _hopper.FULL else f"{needed} tiles keep only {share:.0%} of {count} multiprocessors busy"
+
+
+def low_reason(t: Tensor | None, up: Tensor | None, part: int, pair: bool) -> str:
+    """Why the kernel cannot add this low-rank term, or nothing."""
+    if t is None or up is None:
+        return ""
+    if t.dtype is not torch.bfloat16:
+        return f"takes a low-rank term in bfloat16, not {str(t.dtype).removeprefix('torch.')}"
+    parts = t.shape[-1] // up.shape[1]
+    if parts > 1 and (pair or part % COLUMNS):
+        return "parts of a low-rank term do not begin where tiles do"
+    well = t.stride(-1) == 1 and up.is_contiguous() and up.shape[1] % 8 == 0 and _rows.vector(8, t, up) > 1
+    return "" if well else "rows of the low-rank term are not on 16 bytes"
+
+
+def launch(
+    act: str,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    y: Tensor | None = None,
+    g: Tensor | None = None,
+    g_scale: Tensor | None = None,
+    start: int = 0,
+    t: Tensor | None = None,
+    up: Tensor | None = None,
+    part: int = 0,
+    group: int = GROUP,
+) -> None:
+    """Whatever the number of tiles: x [B,S,K], weight [N,K] e4m3, x_scale and g_scale [B,S] and weight_scale [N] fp32,
+    dense; rows of x, weight, y and g on 16 bytes.
+
+    `none`: y [B,S,N]. `gelu`: y [B,S,start], g [B,S,N - start], start a multiple of COLUMNS. `swiglu`: g [B,S,N / 2].
+    t [B,S,P R], up [N,R] and part as in _scaled.py, if they have no `low_reason`.
+    """
+    B, S, K = x.shape
+    N = weight.shape[0]
+    pair = act == "swiglu"
+    small = _nothing(x.device)
+    ranks = 0 if up is None else up.shape[1]
+    parts = 1 if t is None or not ranks else t.shape[2] // ranks
+    tiles = B * cdiv(S, ROWS) * cdiv(N, COLUMNS)
+    programs = min(_rows.multiprocessors(x.device.index or 0), tiles)
+    low, narrow = STEP // 2, [1, ROWS // 2, WIDE]
+    given_y = small if y is None or not y.shape[-1] else y
+    given_g = given_y if g is None or not g.shape[-1] else g
+    _scaled_hopper_kernel.product[(programs,)](
+        _descriptor(x, [1, ROWS, STEP]),
+        _weights(weight, STEP, pair),
+        _descriptor(small if t is None else t, [1, ROWS, low]),
+        _weights(small[0] if up is None else up, low, pair),
+        _descriptor(given_y, narrow),
+        _descriptor(given_g, narrow),
+        x_scale,
+        weight_scale,
+        weight_scale if bias is None else bias,
+        x_scale if g_scale is None else g_scale,
+        B,
+        S,
+        N,
+        K,
+        ranks,
+        part if parts > 1 else N,
+        parts - 1,
+        start if act == "gelu" else 0,
+        programs,
+        ACT=ACTS.index(act),
+        BIAS=bias is not None,
+        GROUP=group,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+def into(
+    act: str,
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    y: Tensor | None,
+    g: Tensor | None,
+    g_scale: Tensor | None,
+    start: int = 0,
+    t: Tensor | None = None,
+    up: Tensor | None = None,
+    part: int = 0,
+) -> None:
+    """launch() for tensors of two or three dimensions and results of any strides; by way of dense ones where the copy
+    engine cannot write to them."""
+
+    def three(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or x.ndim == 3 else tensor[None]
+
+    def dense(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None else tensor.contiguous()
+
+    targets = [
+        given if given is None or _writable(given) else torch.empty_like(given, memory_format=torch.contiguous_format)
+        for given in (y, g)
+    ]
+    tokens = x if x.ndim == 3 else x[None]
+    scale = x_scale.contiguous()
+    launch(
+        act, tokens, scale, weight, weight_scale.contiguous(), dense(bias), three(targets[0]), three(targets[1]),
+        dense(g_scale), start, three(t), up, part,
+    )  # fmt: skip
+    for given, target in zip((y, g), targets, strict=True):
+        if given is not None and target is not None and given is not target:
+            given.copy_(target)
+
+
+def _writable(t: Tensor) -> bool:
+    return not t.shape[-1] or (t.stride(-1) == 1 and _rows.vector(16 // t.element_size(), t) > 1)
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    """Stands for an operand that a call does without."""
+    return torch.zeros((1, 8, WIDE), dtype=torch.bfloat16, device=device)
+
+
+def _weights(weight: Tensor, step: int, pair: bool) -> Any:
+    if not pair:
+        return _descriptor(weight, [COLUMNS, step])
+    return _descriptor(weight.view(2, weight.shape[0] // 2, -1), [2, COLUMNS // 2, step])
+
+
+def _descriptor(t: Tensor, block: list[int]) -> Any:
+    element = {torch.bfloat16: _gluon.gl.bfloat16, torch.float8_e4m3fn: _gluon.gl.float8e4nv}[t.dtype]
+    return _hopper.descriptor(t, block, _gluon.gl.NVMMASharedLayout.get_default_for(block, element))
+
+
+def builds(act: str) -> list[Build]:
+    if _gluon.reason:
+        return []
+
+    def tile(name: str, *block: int) -> str:
+        element = {"bf16": _gluon.gl.bfloat16, "fp8e4nv": _gluon.gl.float8e4nv}[name]
+        layout = _gluon.gl.NVMMASharedLayout.get_default_for(list(block), element)
+        return f"tensordesc<{name}[{','.join(map(str, block))}],{layout!r}>"
+
+    both = (2, COLUMNS // 2) if act == "swiglu" else (COLUMNS,)
+    types = {
+        "x_d": tile("fp8e4nv", 1, ROWS, STEP),
+        "weight_d": tile("fp8e4nv", *both, STEP),
+        "t_d": tile("bf16", 1, ROWS, STEP // 2),
+        "up_d": tile("bf16", *both, STEP // 2),
+        "y_d": tile("bf16", 1, ROWS // 2, WIDE),
+        "g_d": tile("bf16" if act == "none" else "fp8e4nv", 1, ROWS // 2, WIDE),
+        "x_scale_ptr": "*fp32",
+        "weight_scale_ptr": "*fp32",
+        "bias_ptr": "*bf16",
+        "g_scale_ptr": "*fp32",
+    }
+    flags = {"ACT": ACTS.index(act), "BIAS": act != "swiglu", "GROUP": GROUP}
+    return [Build.of("hopper", _scaled_hopper_kernel.product, types, flags, 4, "no-spill", "descriptors")]
