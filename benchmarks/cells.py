@@ -34,11 +34,12 @@ def ratio(newest: Newest, entry: Entry, plan: str = "stock") -> str:
     return NONE if ratio is None else f"{ratio:.2f}x"
 
 
-def errors(error: Any, stock: Any) -> str:
-    """Errors that are not finite are words in the files."""
+def errors(error: Any, *others: Any) -> str:
+    """Errors that are not finite are words in the files; of those behind the first, what is missing is left out."""
     if error is None:
         return NONE
-    return " / ".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in (error, stock))
+    found = [error, *(other for other in others if other is not None)]
+    return " / ".join(f"{value:.4f}" if isinstance(value, float) else str(value) for value in found)
 
 
 def check(correct: bool | None) -> str:

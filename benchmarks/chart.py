@@ -6,12 +6,13 @@ from typing import Final
 from xml.sax.saxutils import escape
 
 from benchmarks.newest import Entry, Newest, grouped
+from benchmarks.results import FP8
 
 WIDTH: Final = 760
 LEFT: Final = 110
 LONGEST: Final = 440
 BAR: Final = 16
-PLANS: Final = ("stock", "compile", "compile-whole", "exact")
+PLANS: Final = ("stock", "compile", "compile-whole", "exact", "torchao-fp8", "fp8")
 STYLE: Final = """
   .card { fill: #ffffff; stroke: #d0d7de }
   text { font: 12px system-ui, sans-serif; fill: #1f2328 }
@@ -19,13 +20,18 @@ STYLE: Final = """
   .stock { fill: #afb8c1 }
   .compile, .compile-whole { fill: #54aeff }
   .exact { fill: #2da44e }
+  .torchao-fp8 { fill: #d4a72c }
+  .fp8 { fill: #8250df }
   .floor { stroke: #cf222e; stroke-width: 2 }
+  .in-fp8 { stroke-dasharray: 4 3 }
   @media (prefers-color-scheme: dark) {
     .card { fill: #0d1117; stroke: #3d444d }
     text { fill: #e6edf3 }
     .stock { fill: #656c76 }
     .compile, .compile-whole { fill: #1f6feb }
     .exact { fill: #2ea043 }
+    .torchao-fp8 { fill: #9e6a03 }
+    .fp8 { fill: #a371f7 }
     .floor { stroke: #ff7b72 }
   }"""
 
@@ -40,7 +46,8 @@ def chart(newest: Newest, device: str) -> str:
         parts += bars
         y += height + 16
     title = f"Milliseconds a denoising step on {device}"
-    legend = "Random weights. Red line: the matrix products and attention of the step alone."
+    legend = "Random weights. Red line: the matrix products and attention of the step alone"
+    legend += "; dashed: in fp8." if any(e.row.plan in FP8 for group in groups for e in group if _shown(e)) else "."
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}" '
@@ -78,8 +85,10 @@ def _group(newest: Newest, group: list[Entry], y: int) -> tuple[list[str], int]:
             f'<text x="{LEFT + long + 6:.1f}" y="{at + 12}">{row.ms:.1f} ms{note}</text>',
         ]
     height = len(entries) * (BAR + 4)
-    floor = next((entry.row.floor_ms for entry in entries if entry.row.floor_ms), None)
-    if floor is not None:
-        x = LEFT + floor * scale
-        parts.append(f'<line class="floor" x1="{x:.1f}" y1="{top - 2}" x2="{x:.1f}" y2="{top + height - 2}"/>')
+    for in_fp8, kind in ((False, "floor"), (True, "floor in-fp8")):
+        floors = (e.row.floor_ms for e in entries if e.row.floor_ms and (e.row.plan in FP8) is in_fp8)
+        floor = next(floors, None)
+        if floor is not None:
+            x = LEFT + floor * scale
+            parts.append(f'<line class="{kind}" x1="{x:.1f}" y1="{top - 2}" x2="{x:.1f}" y2="{top + height - 2}"/>')
     return parts, 22 + height

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.results import Row, Run
+from benchmarks.results import FLOORS, Row, Run
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,10 @@ class Newest:
         """Those that something is left of."""
         return list({id(entry.run): entry.run for entry in self._entries.values()}.values())
 
-    def of(self, device: str, benchmark: str) -> list[Entry]:
-        return [e for e in self._entries.values() if e.device == device and e.row.benchmark == benchmark]
+    def of(self, device: str, benchmark: str, *plans: str) -> list[Entry]:
+        """Of all plans where none is named."""
+        found = [e for e in self._entries.values() if e.device == device and e.row.benchmark == benchmark]
+        return [e for e in found if e.row.plan in plans] if plans else found
 
     def benchmarks(self, device: str) -> list[str]:
         return list(dict.fromkeys(e.row.benchmark for e in self._entries.values() if e.device == device))
@@ -51,7 +53,7 @@ class Newest:
         return other.row if other is not None and other.run is entry.run else None
 
     def ratio(self, entry: Entry, plan: str = "stock") -> float | None:
-        return None if entry.row.plan in (plan, "floor") else entry.row.faster_than(self.beside(entry, plan))
+        return None if entry.row.plan in (plan, *FLOORS) else entry.row.faster_than(self.beside(entry, plan))
 
 
 def grouped(entries: Iterable[Entry]) -> list[list[Entry]]:

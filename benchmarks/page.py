@@ -8,12 +8,12 @@ from typing import Annotated, Final
 
 import typer
 
-from benchmarks import sections, vae_sections
+from benchmarks import fp8_section, sections, vae_sections
 from benchmarks.chart import chart
 from benchmarks.environment import ROOT
 from benchmarks.newest import Entry, Newest
 from benchmarks.reading import read
-from benchmarks.results import Run
+from benchmarks.results import FP8, Run
 from fusedit.errors import UsageError
 from fusedit.files import check_folder, write_together
 
@@ -47,7 +47,7 @@ AGAIN: Final = """\
     python -m benchmarks launches --json FILE      # kernel launches of one block
     python -m benchmarks image --json FILE         # whole pictures with text encoders and VAE
     python -m benchmarks cold-start --json FILE    # from a fresh process to the first step
-    python -m benchmarks ops --json FILE           # each op against plain torch and the card's ceilings
+{fp8}    python -m benchmarks ops --json FILE           # each op against plain torch and the card's ceilings
 {more}    python -m benchmarks page                      # this page, from every file in benchmarks/results
 
 They need one CUDA GPU. A plan that does not fit into its memory gets a row that says so.
@@ -77,8 +77,12 @@ def pages(runs: Sequence[Run]) -> dict[str, str]:
         for benchmark in known + others:
             section = SECTIONS.get(benchmark, sections.timed)
             parts.append(section(newest, newest.of(device, benchmark)))
+            if benchmark == "step":
+                parts += fp8_section.fp8(newest, device)
     shown = {benchmark.partition("-")[0] for device in newest.devices for benchmark in newest.benchmarks(device)}
-    again = AGAIN.format(more="".join(line for command, line in MORE.items() if command in shown))
+    lossy = any(newest.of(device, "step", *FP8) for device in newest.devices)
+    more = "".join(line for command, line in MORE.items() if command in shown)
+    again = AGAIN.format(fp8=fp8_section.AGAIN if lossy else "", more=more)
     parts += [sections.measured_on(newest), again]
     files["performance.md"] = "\n".join(parts)
     return files

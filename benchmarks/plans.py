@@ -158,10 +158,9 @@ def convert(pipe: Any, plan: str, *, drop: bool) -> Converted:
         return Converted(made.settings, more)
     if plan not in FP8:
         return Converted()
-    options: dict[str, Any] = {"originals": "drop"} if drop else {}
     gpu.synchronize()
     began = time.perf_counter()
-    handle = fusedit.accelerate(pipe, plan, **options)
+    handle = fusedit.accelerate(pipe, plan, originals="drop" if drop else "cpu")
     gpu.synchronize()
     return Converted(more={"lay_s": round(time.perf_counter() - began, 3)}, handle=handle)
 

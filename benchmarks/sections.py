@@ -6,25 +6,38 @@ from typing import Final
 
 from benchmarks.cells import NONE, check, errors, number, ratio, run_of, section, table, with_spread
 from benchmarks.newest import Entry, Newest, grouped
+from benchmarks.results import FLOORS, FP8
 
 STEP: Final = """\
 One step inside the pipeline, bf16. `stock` is diffusers as it comes; `compile` the same with
 `compile_repeated_blocks(fullgraph=True)`, the usual lossless way to speed it up; `exact` is fusedit; `floor` is the
 step's matrix products (merged where they share an input) and attention alone, back to back in one CUDA graph. The plans
 take turns until each has run for seconds, and the later half counts, since a card at its power limit slows down.
-
+{fp8}
 - **ms**: median, with 5 and 95 %. **of floor**: ms over the floor's. **launches**: kernels a step, those inside a
   replayed CUDA graph included. **J**: from the card's energy counter.
 - **GiB**: the most this plan needs, weights and the memory of CUDA graphs included, without what the others in the
   process hold.
 - **error**: relative L2 of one step against stock in fp32 on the same weights and input, and after the slash that of
-  stock in bf16. **check**: green where the former is at most 5 % above the latter.
+  stock in bf16. **check**: green where the former is at most 5 % above the latter{check}.
 - **cold s**: to the end of the first step of this size in a running process, compilation included.
 """
+STEP_FP8: Final = """\
+
+Lossy plans: `fp8` is fusedit; `torchao-fp8` its peer, torchao's fp8 with a scale a row on the layers of the blocks, but
+for modulation, with diffusers' fused projections where the model has them, compiled block by block;
+`torchao-fp8-eager` the same uncompiled, for its error alone; `fp8-floor` the floor with row-wise scaled fp8 products.
+They are held against the floor in fp8.
+"""
+CHECK_FP8: Final = """\
+; of the
+  lossy plans also that of `torchao-fp8` in the same run, after a second slash: green where theirs is not above it"""
 
 
 def step(newest: Newest, entries: list[Entry]) -> str:
-    return timed_as(newest, entries, "One denoising step", STEP)
+    lossy = any(entry.row.plan in FP8 for entry in entries)
+    text = STEP.format(fp8=STEP_FP8, check=CHECK_FP8) if lossy else STEP.format(fp8="", check="")
+    return timed_as(newest, entries, "One denoising step", text)
 
 
 def timed(newest: Newest, entries: list[Entry]) -> str:
@@ -55,8 +68,8 @@ def _timed_row(newest: Newest, entry: Entry) -> list[str]:
         number(row.launches, 0),
         number(row.joules, 1),
         NONE if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
-        errors(row.rel_error, row.stock_rel_error),
-        check(row.correct) if row.plan != "floor" else NONE,
+        errors(row.rel_error, row.stock_rel_error, row.peer_rel_error),
+        check(row.correct) if row.plan not in FLOORS else NONE,
         number(row.more.get("cold_s", row.more.get("first_step_s")), 2),
         run_of(newest, entry),
     ]
@@ -103,17 +116,19 @@ that of one step of the transformer.
 def cold_start(newest: Newest, entries: list[Entry]) -> str:
     text = """\
 A fresh process, 1024x1024. **ready**: from the loaded model to the end of the first step, with `accelerate()`, or
-compilation, and whatever the libraries load. The caches are those of Triton and of torch.compile.
+compilation, and whatever the libraries load. **laid**: of it what comes before the call, in fp8 the conversion of the
+weights, with the originals moved to the CPU by `fp8`. The caches are those of Triton and of torch.compile.
 """
-    heads = ["model", "plan", "caches", "import s", "load s", "ready s", "kernels compiled", "from cache", "run"]
+    heads = ["model", "plan", "caches", "import s", "load s", "ready s", "laid s", "first step s", "kernels compiled"]
+    heads += ["from cache", "run"]
     rows = []
     for entry in entries:
         row, more = entry.row, entry.row.more
         cells = [row.model, row.plan, row.variant.removesuffix(" cache") or NONE]
         if row.error is not None:
-            rows.append([*cells, NONE, NONE, row.error, NONE, NONE, run_of(newest, entry)])
+            rows.append([*cells, NONE, NONE, row.error, *[NONE] * 4, run_of(newest, entry)])
             continue
-        seconds = [number(more.get(name), 2) for name in ("import_s", "load_s", "ready_s")]
+        seconds = [number(more.get(name), 2) for name in ("import_s", "load_s", "ready_s", "lay_s", "first_step_s")]
         kernels = [number(more.get(name), 0) for name in ("kernels_compiled", "kernels_loaded")]
         rows.append([*cells, *seconds, *kernels, run_of(newest, entry)])
     return section("Ready in", text, heads, rows)
@@ -121,13 +136,14 @@ compilation, and whatever the libraries load. The caches are those of Triton and
 
 def new_size(newest: Newest, entries: list[Entry]) -> str:
     text = """\
-In the process of `exact` above that had drawn nothing but 1024x1024: sizes, batches and prompt lengths it had not seen.
+In the process above that had drawn nothing but 1024x1024: sizes, batches and prompt lengths it had not seen.
 **library plan**: the first step less the second, which is what the libraries take to choose and load their kernels.
 **compiled**: Triton kernels that went through the compiler; **new variants**: those that this process came to hold by
 any way. What cuDNN compiles for a new shape is not counted; it is in the first step.
 """
     heads = [
         "model",
+        "plan",
         "size",
         "prompt tokens",
         "first step ms",
@@ -139,7 +155,7 @@ any way. What cuDNN compiles for a new shape is not counted; it is in the first 
     rows = []
     for entry in entries:
         row, more = entry.row, entry.row.more
-        cells = [row.model, row.size, row.variant.removesuffix(" tokens").replace("+", ", ")]
+        cells = [row.model, row.plan, row.size, row.variant.removesuffix(" tokens").replace("+", ", ")]
         if row.error is not None:
             rows.append([*cells, row.error, *[NONE] * 4, run_of(newest, entry)])
             continue

@@ -28,9 +28,9 @@ def show(rows: Iterable[Row]) -> None:
 
 def line(row: Row, stock: Row | None) -> str:
     label = f"{row.benchmark} {row.model} {row.size} batch {row.batch} {f'{row.plan} {row.variant}'.strip():13}"
-    if row.error is not None or row.ms is None:
+    if row.error is not None or (row.ms is None and row.rel_error is None):
         return f"{label} {row.error or 'not measured'}"
-    parts = [f"{row.ms:9.2f} ms"]
+    parts = ["not timed" if row.ms is None else f"{row.ms:9.2f} ms"]
     if row.spread is not None:
         parts.append(f"({row.spread[0]:.2f} to {row.spread[1]:.2f})")
     if row.of_floor is not None:
@@ -42,7 +42,9 @@ def line(row: Row, stock: Row | None) -> str:
     if row.rel_error is not None:
         parts.append(f"error {row.rel_error:.2e}")
     if row.correct is False:
-        parts.append(f"RED: stock's error is {row.stock_rel_error:.2e}")
+        peer = row.peer_rel_error is not None
+        limit = row.peer_rel_error if peer else row.stock_rel_error
+        parts.append(f"RED: {'the peer' if peer else 'stock'}'s error is {limit:.2e}")
     ratio = row.faster_than(stock)
     if ratio is not None and row is not stock:
         parts.append(f"{ratio:.2f}x")

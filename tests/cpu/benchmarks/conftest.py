@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from support.pipes import tiny_vae
 from tiny_workloads import ENVIRONMENT, TINY
 
-from benchmarks import gpu, kernels, results, step, sustained, workloads
+from benchmarks import gpu, kernels, peer, results, step, sustained, workloads
 from benchmarks.workloads import Workload
 
 
@@ -63,6 +66,45 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(workloads.TOKENS, name, 24)
     monkeypatch.setattr(step, "STEPS", 4)
     monkeypatch.setattr(kernels, "STEPS", 4)
+
+
+class FakeTorchao(ModuleType):
+    """torchao.quantization as far as the peer needs it: rounds weights to e4m3, and sets switches as torchao does."""
+
+    def __init__(self) -> None:
+        super().__init__("torchao.quantization")
+        self.taken: list[str] = []
+
+    @staticmethod
+    def PerRow() -> str:
+        return "a row"
+
+    @staticmethod
+    def Float8DynamicActivationFloat8WeightConfig(granularity: Any) -> dict[str, Any]:
+        return {"granularity": granularity}
+
+    def quantize_(self, model: torch.nn.Module, config: dict[str, Any], filter_fn: Any) -> None:
+        from torch._inductor import config as inductor
+
+        assert config == {"granularity": "a row"}
+        torch.set_float32_matmul_precision("high")
+        inductor.coordinate_descent_tuning = True
+        for name, module in model.named_modules():
+            if filter_fn(module, name):
+                self.taken.append(name)
+                weight: Any = module.weight
+                scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+                weight.copy_((weight / scale).to(torch.float8_e4m3fn).float() * scale)
+
+
+@pytest.fixture
+def torchao(monkeypatch: pytest.MonkeyPatch) -> FakeTorchao:
+    """Stands in for torchao, and lets the peer take the narrow layers of tiny models."""
+    fake = FakeTorchao()
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", fake)
+    monkeypatch.setattr(peer, "LARGE", 16)
+    return fake
 
 
 @pytest.fixture(params=list(TINY))

@@ -55,6 +55,29 @@ def test_a_new_size_that_does_not_fit_leaves_the_others(monkeypatch: pytest.Monk
     assert len(made["new_sizes"][1]["steps_s"]) == 4
 
 
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("plan", ["fp8", "torchao-fp8"])
+def test_the_child_converts_before_the_first_step(plan: str, torchao: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(plans, "compile_in_place", lambda _transformer, plan: compiled.append(plan))
+    precisions: list[str] = []
+    steps = cold_child._steps
+
+    def note(pipe: Any, arguments: dict[str, Any]) -> list[float]:
+        precisions.append(torch.get_float32_matmul_precision())
+        return steps(pipe, arguments)
+
+    monkeypatch.setattr(cold_child, "_steps", note)
+    made = cold_child.start("z-image-turbo", plan, (64, 48), (NewSize(48, 64, (5,)),))
+    assert len(made["steps_s"]) == len(made["new_sizes"][0]["steps_s"]) == 4
+    if plan == "fp8":
+        assert (compiled, torchao.taken, precisions) == ([], [], ["highest"] * 2)
+    else:
+        assert (compiled, precisions) == (["torchao-fp8"], ["high"] * 2)
+        assert torchao.taken
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_new_sizes_are_as_many_and_as_varied_as_promised() -> None:
     assert len(NEW_SIZES) == len(set(NEW_SIZES)) == 10
     assert all(new.width % 16 == new.height % 16 == 0 for new in NEW_SIZES)
@@ -109,6 +132,7 @@ def test_rows_of_every_plan_and_cache(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert cold[1]["error"] == "ValueError: no"
     assert (cold[3]["ms"], cold[3]["ready_s"], cold[3]["import_s"]) == (2000.0, 2.0, 9.12)
     assert (cold[3]["kernels_compiled"], cold[3]["kernels_loaded"]) == (11, 2)
+    assert (cold[3]["lay_s"], cold[3]["first_step_s"]) == (0.25, 1.75)
     assert "kernels_compiled" not in cold[0]
     new = [row for row in rows if row["benchmark"] == "new-size"]
     assert [(row["size"], row["batch"], row["variant"]) for row in new] == [
@@ -120,6 +144,27 @@ def test_rows_of_every_plan_and_cache(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "NVRTC is not counted" in new[0]["note"]
     assert new[1]["error"] == "out of memory"
     assert [request["new_sizes"] for request in requests] == [False, False, False, False, True]
+
+
+def test_fp8_meets_new_sizes_too_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    requests: list[dict[str, Any]] = []
+
+    def child(request: dict[str, Any]) -> dict[str, Any]:
+        requests.append(request)
+        return answer(request)
+
+    monkeypatch.setattr(cold_start, "_child", child)
+    path = tmp_path / "rows.json"
+    line = ["cold-start", "--model", "flux.1-dev", "--plans", "fp8,torchao-fp8-eager", "--json", str(path)]
+    assert CliRunner().invoke(app, line).exit_code == 0
+    rows = json.loads(path.read_text())["rows"]
+    new = [row for row in rows if row["benchmark"] == "new-size"]
+    assert [(row["plan"], row["size"]) for row in new] == [("fp8", "512x768"), ("fp8", "2048x2048")]
+    cold = [(row["plan"], row.get("variant", "")) for row in rows if row["benchmark"] == "cold-start"]
+    assert cold == [("fp8", "empty cache"), ("fp8", "filled cache"), ("torchao-fp8-eager", "")]
+    assert "kernels_compiled" in rows[0]
+    assert CliRunner().invoke(app, [*line, "--no-new-sizes"]).exit_code == 0
+    assert [request["new_sizes"] for request in requests] == [False, True, False] + [False] * 3
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,15 @@ def test_the_chart_is_an_image_that_is_readable_on_light_and_dark() -> None:
 def test_every_benchmark_has_its_section() -> None:
     launches = Row("launches", "flux.1-dev", "512x512", 1, "exact", "double", launches=17.0)
     cold = Row("cold-start", "flux.1-dev", "1024x1024", 1, "exact", "empty cache", ms=2000.0)
-    cold.more = {"import_s": 9.0, "load_s": 4.0, "ready_s": 2.0, "kernels_compiled": 11, "kernels_loaded": 0}
+    cold.more = {
+        "lay_s": 0.25,
+        "first_step_s": 1.75,
+        "import_s": 9.0,
+        "load_s": 4.0,
+        "ready_s": 2.0,
+        "kernels_compiled": 11,
+        "kernels_loaded": 0,
+    }
     new = Row("new-size", "flux.1-dev", "256x256", 2, "exact", "1+512 tokens", ms=30.0)
     new.more = {"first_step_ms": 80.0, "plan_ms": 50.0, "kernels_compiled": 0, "new_variants": 0}
     image = [Row("image", "flux.1-dev", "1024x1024", 1, plan, ms=ms) for plan, ms in (("stock", 6e3), ("exact", 4e3))]
@@ -154,8 +162,8 @@ def test_every_benchmark_has_its_section() -> None:
     other = rows(benchmark="other", model="something")
     text = pages([run("a.json", launches, cold, new, *image, ceiling, *ops, *other)])["performance.md"]
     assert "| flux.1-dev | double | exact | 17 | 1 |" in text
-    assert "| flux.1-dev | exact | empty | 9.00 | 4.00 | 2.00 | 11 | 0 | 1 |" in text
-    assert "| flux.1-dev | 256x256 | 1, 512 | 80.0 | 30.0 | 50.0 | 0 | 0 | 1 |" in text
+    assert "| flux.1-dev | exact | empty | 9.00 | 4.00 | 2.00 | 0.25 | 1.75 | 11 | 0 | 1 |" in text
+    assert "| flux.1-dev | exact | 256x256 | 1, 512 | 80.0 | 30.0 | 50.0 | 0 | 0 | 1 |" in text
     assert "| 28 | exact | 4.000 | 1.50x | 0.050 | 3.000 | 0.100 |" in text
     assert "| swiglu | z-image | 0.1000 | 0.3000 | 3.00x | 3.50 TB/s | 84 % | green | 1 |" in text
     assert "4.17 TB/s" in text
@@ -312,7 +320,10 @@ FOREIGN: list[tuple[Any, str]] = [
     *(
         (whole(benchmark=benchmark, **{key: -1}), f"'{key}' of row 1 must be a number, 0 or more, not -1")
         for benchmark, keys in {
-            "step": ("launches", "joules", "peak_bytes", "rel_error", "stock_rel_error", "cold_s", "first_step_s"),
+            "step": (
+                *("launches", "joules", "peak_bytes", "rel_error", "stock_rel_error", "peer_rel_error", "cold_s"),
+                *("first_step_s", "weights_bytes", "transformer_peak_bytes", "lay_s"),
+            ),
             "image": ("text_s", "denoise_s", "vae_s"),
             "cold-start": ("import_s", "load_s", "ready_s", "kernels_compiled", "kernels_loaded"),
             "new-size": ("first_step_ms", "new_variants"),
@@ -342,6 +353,18 @@ FOREIGN: list[tuple[Any, str]] = [
     (
         whole(benchmark="ops", rel_error=0.0021, stock_rel_error=0.001, correct=True),
         "'correct' of row 1 is true, which rel_error 0.0021 and stock_rel_error 0.001 beside it contradict",
+    ),
+    (
+        whole(plan="fp8", rel_error=0.05, stock_rel_error=0.05, peer_rel_error=0.04, correct=True),
+        "'correct' of row 1 is true, which rel_error 0.05 and peer_rel_error 0.04 beside it contradict",
+    ),
+    (
+        whole(plan="fp8", rel_error=0.05, stock_rel_error=0.05, correct=True),
+        "'correct' of row 1 is true, which rel_error 0.05 and peer_rel_error null beside it contradict",
+    ),
+    (
+        whole(plan="exact", rel_error=0.05, stock_rel_error=0.01, peer_rel_error=0.06, correct=True),
+        "'correct' of row 1 is true, which rel_error 0.05 and stock_rel_error 0.01 beside it contradict",
     ),
     (
         whole(benchmark="convolutions", rel_error=0.001, stock_rel_error=0.001, correct=False),
@@ -398,6 +421,8 @@ def test_a_verdict_that_its_errors_bear_out_is_read(tmp_path: Path) -> None:
             {"benchmark": "ops", "correct": True},
             {"benchmark": "convolutions", "rel_error": 0.002, "stock_rel_error": 0.001, "correct": True},
             {"benchmark": "convolutions", "rel_error": 0.003, "stock_rel_error": 0.001, "correct": False},
+            {"plan": "fp8", "rel_error": 0.06, "stock_rel_error": 0.01, "peer_rel_error": 0.06, "correct": True},
+            {"plan": "fp8", "rel_error": 0.01, "stock_rel_error": 0.01, "correct": None},
             {"benchmark": "vae-decode", "rel_error": 0.0525, "stock_rel_error": 0.05, "correct": True},
             {"benchmark": "new-size", "plan_ms": -0.3},
         )

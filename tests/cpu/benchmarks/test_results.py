@@ -87,6 +87,26 @@ def test_the_verdict_and_no_ratio_beside_a_red_one(
     assert ("RED" in line) is (verdict is False)
 
 
+def test_a_plan_in_fp8_survives_the_file_with_its_yardstick(tmp_path: Path) -> None:
+    made = row("fp8")
+    made.judge(0.03, 0.01, 0.04)
+    made.more = {"weights_bytes": 5, "transformer_peak_bytes": 7, "lay_s": 2.5}
+    assert made.to_dict().keys() == KEYS | {"of_floor", "peer_rel_error", "weights_bytes", "lay_s"} | {
+        "transformer_peak_bytes"
+    }
+    path = tmp_path / "rows.json"
+    Results(path).add([made])
+    (run,) = read([path])
+    (again,) = run.rows
+    assert (again.correct, again.peer_rel_error, again.more) == (True, 0.04, made.more)
+    made.judge(0.05, 0.01, 0.04)
+    assert "RED: the peer's error is 4.00e-02" in table.line(made, None)
+    untimed = row("torchao-fp8-eager", None)
+    untimed.judge(0.04, 0.01, 0.04)
+    assert "not timed" in table.line(untimed, None)
+    assert "error 4.00e-02" in table.line(untimed, None)
+
+
 def test_no_ratio_without_both_times() -> None:
     assert row().faster_than(None) is None
     assert row().faster_than(row("stock", None)) is None
