@@ -34,18 +34,37 @@ Parts = Mapping[str, Tensor]
 """Role -> tensor of one layer."""
 
 
+class Product(NamedTuple):
+    """A change made of two matrices, each a pair: their Kronecker product, or their elementwise one."""
+
+    one: Pair
+    two: Pair
+    elementwise: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.one.left.shape[0], self.one.right.shape[1]
+        if self.elementwise:
+            return rows, columns
+        return rows * self.two.left.shape[0], columns * self.two.right.shape[1]
+
+    @property
+    def rank(self) -> int:
+        """Of the pair that it becomes: as it follows from the factors, or that of the whole matrix if that is less."""
+        return min(self.one.left.shape[1] * self.two.left.shape[1], *self.shape)
+
+
 def build(name: str, parts: Parts) -> LoraLayer | None:
-    """The layer that these tensors make, without its alpha's and magnitude's meaning for others; None: they make none.
+    """The layer that these tensors make, as yet without magnitude; None: they make none.
 
     Raises:
         LoraError: a factor is missing, or shapes do not fit.
     """
-    if any(role.startswith("lokr_") for role in parts):
-        return _product(*_kron_sides(name, parts), parts, hadamard=False)
-    if any(role.startswith("hada_") for role in parts):
-        return _product(*_hada_sides(name, parts), parts, hadamard=True)
+    if (product := _product(name, parts)) is not None:
+        return _as_layer(product, _scale(parts))
     if "diff" in parts and parts["diff"].ndim > 1:
-        return _dense(matrix(name, parts["diff"]).float(), None)
+        pair = _whole(matrix(name, parts["diff"]).float())
+        return LoraLayer(pair.right, pair.left, None)
     if "down" not in parts and "up" not in parts:
         return None
     down, up = (matrix(name, _need(name, parts, role)) for role in ("down", "up"))
@@ -59,16 +78,8 @@ def build(name: str, parts: Parts) -> LoraLayer | None:
 
 def size(name: str, parts: Parts) -> int:
     """Bytes that `build` makes anew: 0 for a plain LoRA, whose tensors are used as they are."""
-    if any(role.startswith("lokr_") for role in parts):
-        one, two = _kron_sides(name, parts)
-        outputs, inputs = one.left.shape[0] * two.left.shape[0], one.right.shape[1] * two.right.shape[1]
-    elif any(role.startswith("hada_") for role in parts):
-        one, two = _hada_sides(name, parts)
-        outputs, inputs = one.left.shape[0], one.right.shape[1]
-    else:
-        return 0
-    rank = min(one.left.shape[1] * two.left.shape[1], outputs, inputs)
-    return rank * (outputs + inputs) * _BYTES
+    product = _product(name, parts)
+    return 0 if product is None else product.rank * sum(product.shape) * _BYTES
 
 
 def matrix(name: str, tensor: Tensor) -> Tensor:
@@ -84,11 +95,22 @@ def matrix(name: str, tensor: Tensor) -> Tensor:
             f"layer {name!r} holds a tensor of shape {tuple(tensor.shape)}; FLUX and Z-Image have linear layers, so "
             "give a LoRA with matrices [rank, inputs] and [outputs, rank]"
         )
-    return tensor
+    return tensor.contiguous()
 
 
-def _kron_sides(name: str, parts: Parts) -> tuple[Pair, Pair]:
-    return _kron_side(name, parts, "w1"), _kron_side(name, parts, "w2")
+def _product(name: str, parts: Parts) -> Product | None:
+    if any(role.startswith("lokr_") for role in parts):
+        return Product(_kron_side(name, parts, "w1"), _kron_side(name, parts, "w2"), elementwise=False)
+    if not any(role.startswith("hada_") for role in parts):
+        return None
+    one, two = (_factored(name, parts, f"hada_w{i}_a", f"hada_w{i}_b", f"hada_t{i}") for i in (1, 2))
+    shapes = [(pair.left.shape[0], pair.right.shape[1]) for pair in (one, two)]
+    if shapes[0] != shapes[1]:
+        raise LoraError(
+            f"layer {name!r} multiplies matrices of shapes {shapes[0]} and {shapes[1]} elementwise; the file is "
+            "damaged, download it again"
+        )
+    return Product(one, two, elementwise=True)
 
 
 def _kron_side(name: str, parts: Parts, side: str) -> Pair:
@@ -98,24 +120,13 @@ def _kron_side(name: str, parts: Parts, side: str) -> Pair:
     return _factored(name, parts, f"lokr_{side}_a", f"lokr_{side}_b", "lokr_t2" if side == "w2" else None)
 
 
-def _hada_sides(name: str, parts: Parts) -> tuple[Pair, Pair]:
-    one = _factored(name, parts, "hada_w1_a", "hada_w1_b", "hada_t1")
-    two = _factored(name, parts, "hada_w2_a", "hada_w2_b", "hada_t2")
-    if (one.left.shape[0], one.right.shape[1]) != (two.left.shape[0], two.right.shape[1]):
-        raise LoraError(
-            f"layer {name!r} multiplies a matrix of {one.left.shape[0]} x {one.right.shape[1]} with one of "
-            f"{two.left.shape[0]} x {two.right.shape[1]}; the file is damaged, download it again"
-        )
-    return one, two
-
-
 def _factored(name: str, parts: Parts, a: str, b: str, core: str | None) -> Pair:
     left, right = matrix(name, _need(name, parts, a)).float(), matrix(name, _need(name, parts, b)).float()
     if core is not None and core in parts:  # then a is stored [r, outputs]
         middle = matrix(name, parts[core]).float()
         if (left.shape[0], right.shape[0]) != tuple(middle.shape):
             raise _apart(name, a, left, b, right)
-        return Pair(left.T, middle @ right)
+        return Pair(left.T.contiguous(), middle @ right)
     if left.shape[1] != right.shape[0]:
         raise _apart(name, a, left, b, right)
     return Pair(left, right)
@@ -129,35 +140,26 @@ def _whole(full: Tensor) -> Pair:
     return Pair(full, torch.eye(columns))
 
 
-def _product(one: Pair, two: Pair, parts: Parts, *, hadamard: bool) -> LoraLayer:
-    scale = _scale(parts, "hada" if hadamard else "lokr")
-    if hadamard:
-        outputs, inputs = one.left.shape[0], one.right.shape[1]
-    else:
-        outputs, inputs = one.left.shape[0] * two.left.shape[0], one.right.shape[1] * two.right.shape[1]
+def _as_layer(product: Product, scale: float | None) -> LoraLayer:
+    one, two, elementwise = product
+    outputs, inputs = product.shape
     rank = one.left.shape[1] * two.left.shape[1]
     if rank >= min(outputs, inputs):
         first, second = one.left @ one.right, two.left @ two.right
-        return _dense(first * second if hadamard else torch.kron(first, second), scale)
-    if hadamard:
+        up, down = _whole(first * second if elementwise else torch.kron(first, second))
+    elif elementwise:
         up = (one.left[:, :, None] * two.left[:, None, :]).reshape(outputs, rank)
         down = (one.right[:, None, :] * two.right[None, :, :]).reshape(rank, inputs)
     else:
         up, down = torch.kron(one.left, two.left), torch.kron(one.right, two.right)
-    return LoraLayer(down.contiguous(), up.contiguous(), None if scale is None else scale * rank)
+    return LoraLayer(down, up, None if scale is None else scale * product.rank)
 
 
-def _dense(change: Tensor, scale: float | None) -> LoraLayer:
-    """Any change as a pair: itself and an identity on its smaller side."""
-    pair = _whole(change)
-    return LoraLayer(pair.right, pair.left, None if scale is None else scale * pair.right.shape[0])
-
-
-def _scale(parts: Parts, kind: str) -> float | None:
+def _scale(parts: Parts) -> float | None:
     """alpha / rank of a LoKr or LoHa; without a factored side the alpha means nothing, as in LyCORIS."""
     alpha = _alpha(parts)
-    for side in ("w2_b", "w1_b"):
-        if alpha is not None and (factor := parts.get(f"{kind}_{side}")) is not None:
+    for role in ("lokr_w2_b", "lokr_w1_b", "hada_w1_b"):
+        if alpha is not None and (factor := parts.get(role)) is not None:
             return alpha / factor.shape[0]
     return None
 

@@ -27,7 +27,8 @@ _ROLES: Final = {
         "bias": r"\.bias",
     }.items()
 }
-LOW_RANK: Final = frozenset(role for role in _ROLES if role not in ("alpha", "bias_diff", "diff", "value", "bias"))
+WHOLE: Final = frozenset({"value", "bias", "alpha"})
+"""Roles that a whole model's tensors have too: a file of these alone is no LoRA."""
 
 _SCOPES: Final = (
     (
