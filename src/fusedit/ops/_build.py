@@ -20,6 +20,8 @@ class Build:
     """`vector`: every global access of an activation is 128 bits wide; `no-spill`: no local memory; `descriptors`:
     tiles come and go by TMA."""
     num_stages: int = 3
+    capability: int = 0
+    """The least that it compiles for: 89 where it converts to e4m3."""
 
     @classmethod
     def of(
@@ -31,7 +33,8 @@ class Build:
         num_warps: int,
         *traits: str,
         num_stages: int = 3,
+        capability: int = 0,
     ) -> Build:
         """`types` gives the pointers' and floats' types; every other number is i32, as at a launch."""
         signature = {p: "constexpr" if p in constexprs else types.get(p, "i32") for p in kernel.arg_names}
-        return cls(name, kernel, signature, dict(constexprs), num_warps, frozenset(traits), num_stages)
+        return cls(name, kernel, signature, dict(constexprs), num_warps, frozenset(traits), num_stages, capability)

@@ -80,6 +80,12 @@ def fp8(op: str, name: str, t: Any, letters: str) -> None:
         _dimensions(op, name, t, letters)
 
 
+def filled(op: str, name: str, x: Tensor) -> None:
+    """Rows of `x` have an element, so that each has a largest one."""
+    if x.shape[-1] == 0:
+        raise OpError(f"{op}: {name} must have at least one element a row, not {show(x)}")
+
+
 def _dimensions(op: str, name: str, x: Tensor, letters: str) -> None:
     dense(op, name, x)
     if letters.strip("."):

@@ -12,10 +12,15 @@ out. Source: OCP 8-bit Floating Point Specification 1.0 (E4M3: no inf, NaN 0x7f,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
+from fusedit.ops import _rows, _triton
+from fusedit.ops._build import Build
+from fusedit.ops._rows import places
 from fusedit.ops._triton import INTERPRETING, kernel, tl
 from fusedit.ops._values import wide
 
@@ -26,6 +31,9 @@ TINY: Final = 2.0**-91
 """A row that is smaller everywhere counts as zeros, so that 1 / s is a normal fp32 number."""
 ROWS: Final = (E4M3, torch.float32, torch.float32)
 """Dtypes of codes, scales and lengths."""
+SLACK: Final = (1e-5, 1e-6, 1e-3)
+"""How far codes (before rounding), scales and lengths may be off beside the 2x rule, see `op`: where fp32 arithmetic in
+another order sees a value on the other side of the middle between two codes, the length moves by that whole step."""
 CAPABILITY: Final = 89
 """Lowest compute capability whose instructions convert to e4m3."""
 
@@ -37,16 +45,25 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     """x[..., K] / s before rounding, at most 448, and s[...]; both fp32 (fp64 for fp64). K is at least 1."""
-    x = wide(x)
-    amax = x.abs().amax(-1)
+    t: Tensor = wide(x)
+    amax: Tensor = t.abs().amax(-1)
     s = torch.where(amax.isfinite(), amax / E4M3_MAX, torch.nan)
     s = s.masked_fill(amax < TINY, 1.0)
-    return (x * s.reciprocal()[..., None]).clamp(-E4M3_MAX, E4M3_MAX), s
+    return torch.clamp(t * s.reciprocal()[..., None], -E4M3_MAX, E4M3_MAX), s
+
+
+def scaled_by(x: Tensor, s: Tensor) -> Tensor:
+    """x[..., K] / s[...] before rounding, at most 448; NaN where x is inf, for which no scale is right."""
+    t, s = wide(x, s)
+    t = t.masked_fill(t.isinf(), torch.nan) * s.reciprocal()[..., None]
+    clamped: Tensor = t.clamp(-E4M3_MAX, E4M3_MAX)
+    return clamped
 
 
 def length_of(q: Tensor, s: Tensor) -> Tensor:
     """L2 norm of each row of the values that q[..., K] and s[...] stand for, in the dtype of s."""
-    return torch.linalg.vector_norm(q.to(s.dtype), dim=-1) * s
+    norm: Tensor = torch.linalg.vector_norm(q.to(s.dtype), dim=-1)
+    return norm * s
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,6 +77,51 @@ def ideal(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What the references of ops return: `quantized`, but for the codes the values that they are rounded from."""
     t, s = scaled(x)
     return t, s, length_of(to_e4m3(t), s)
+
+
+def delivered(made: tuple[Tensor, ...], x: Tensor, out: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    """What a plain returns: its rows in the dtypes of ROWS and what comes before them in that of x, or all in `out`."""
+    if out is None:
+        kept = (x.dtype,) * (len(made) - len(ROWS)) + ROWS
+        return tuple(t.to(dtype) for t, dtype in zip(made, kept, strict=True))
+    for target, t in zip(out, made, strict=True):
+        target.copy_(t)
+    return out
+
+
+def shapes(x: Tensor) -> tuple[torch.Size, torch.Size, torch.Size]:
+    """Of the codes, scales and lengths of x[..., K]."""
+    return x.shape, x.shape[:-1], x.shape[:-1]
+
+
+def unwritten(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and lengths for x[..., K], all NaN: for cases whose other results lie on an input."""
+    made = (torch.empty(shape, dtype=dtype, device=x.device) for shape, dtype in zip(shapes(x), ROWS, strict=True))
+    q, s, length = (t.fill_(torch.nan) for t in made)
+    return q, s, length
+
+
+def limit(x: Tensor, *_: Any, **__: Any) -> str:
+    """Why no kernel can make e4m3 where x lies."""
+    least = divmod(CAPABILITY, 10)
+    if x.device.type != "cuda" or _triton.capability(x.device.index or 0) >= least:
+        return ""
+    found = ".".join(map(str, _triton.capability(x.device.index or 0)))
+    return f"e4m3 needs compute capability {'.'.join(map(str, least))}, not {found}"
+
+
+def row_limit(x: Tensor, *_: Any, **__: Any) -> str:
+    """Why the kernels cannot make e4m3 rows of x[B, S, K]."""
+    return limit(x) or _rows.limit(x)
+
+
+def row_builds(kernel: Any, q: str, flags: Mapping[str, bool] | None = None, C: int = 3072) -> list[Build]:
+    """Variants of a kernel on rows that the models need, where it writes e4m3; `q`: the pointer to the codes."""
+    types = {q: "*fp8e4nv", "s_ptr": "*fp32", "length_ptr": "*fp32"}
+    made = _rows.row_builds(kernel, flags, C)
+    return [
+        replace(b, signature={**b.signature, **types}, traits=b.traits | {"codes"}, capability=CAPABILITY) for b in made
+    ]
 
 
 # -- device functions ----------------------------------------------------------------------------------------------
@@ -109,3 +171,27 @@ def quantize(x: tl.tensor, mask: tl.tensor) -> tl.tensor:
     q = e4m3(x * tl.div_rn(1.0, s)[:, None])
     kept = from_e4m3(q)
     return q, s, tl.sqrt_rn(tl.sum(kept * kept, axis=1)) * s
+
+
+@kernel
+def store_rows(
+    x: tl.tensor,
+    mask: tl.tensor,
+    b: tl.tensor,
+    rows: tl.tensor,
+    cols: tl.tensor,
+    S: tl.tensor,
+    q_ptr: tl.tensor,
+    q_batch: tl.tensor,
+    q_row: tl.tensor,
+    s_ptr: tl.tensor,
+    s_batch: tl.tensor,
+    length_ptr: tl.tensor,
+    length_batch: tl.tensor,
+    VEC: tl.constexpr,
+) -> None:
+    """Quantises rows of one batch item and stores them; scales and lengths lie side by side within an item."""
+    q, s, length = quantize(x, mask)
+    tl.store(places(q_ptr, b, rows, cols, q_batch, q_row, VEC), q, mask=mask)
+    tl.store(s_ptr + b * s_batch + rows, s, mask=rows < S)
+    tl.store(length_ptr + b * length_batch + rows, length, mask=rows < S)

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from fusedit.ops import _check
+from fusedit.ops._outputs import Results
 from fusedit.ops._signature import Signature
 
 Tensor = torch.Tensor
@@ -18,24 +19,19 @@ def register(
     signature: Signature,
     run: Callable[[Sequence[Any], dict[str, Any], Any], Any],
     check: Callable[..., tuple[Sequence[int], ...]],
-    dtypes: Callable[..., tuple[torch.dtype, ...]],
-    empty: Callable[[Tensor, Sequence[int], torch.dtype], Tensor],
+    results: Results,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Defines both, with their fakes, and returns them: the functional one, and the one that writes into `out_0`, ...
 
     Args:
         run: (arguments, keyword arguments, out or None) -> the results.
         check: the op's arguments -> shapes of the results.
-        dtypes: the op's arguments -> dtypes of the results.
-        empty: (first argument, shape, dtype) -> an empty result.
+        results: how the results are made.
     """
     # Not `out`: dynamo refuses an argument of that name that is no dense tensor.
     names = [f"out_{place}" for place in range(signature.outputs)]
-    results = "Tensor" if signature.outputs == 1 else "(" + ", ".join(["Tensor"] * signature.outputs) + ")"
+    returned = "Tensor" if signature.outputs == 1 else "(" + ", ".join(["Tensor"] * signature.outputs) + ")"
     targets = ", ".join(f"Tensor({chr(97 + place)}!) {name}" for place, name in enumerate(names))
-
-    def pack(tensors: list[Tensor]) -> Any:
-        return tensors[0] if signature.outputs == 1 else tuple(tensors)
 
     def lead(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return args[0] if args else kwargs[signature.first]
@@ -45,20 +41,20 @@ def register(
 
     def mutating(*args: Any, **kwargs: Any) -> None:
         outs = [kwargs.pop(name) for name in names]
-        run(args, kwargs, pack(outs))
+        run(args, kwargs, results.pack(outs))
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        x, shapes, kept = lead(args, kwargs), check(*args, **kwargs), dtypes(*args, **kwargs)
-        return pack([empty(x, shape, dtype) for shape, dtype in zip(shapes, kept, strict=True)])
+        shapes = check(*args, **kwargs)
+        return results.pack(results.all(lead(args, kwargs), shapes, args, kwargs))
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
         outs = [kwargs.pop(name) for name in names]
-        x, shapes, kept = lead(args, kwargs), check(*args, **kwargs), dtypes(*args, **kwargs)
-        for target, shape, dtype in zip(outs, shapes, kept, strict=True):
+        shapes, x = check(*args, **kwargs), lead(args, kwargs)
+        for target, shape, dtype in zip(outs, shapes, results.dtypes(x, args, kwargs), strict=True):
             _check.like(signature.name, "out", target, x, shape, dtype)
 
     for name, schema, implementation, meta in (
-        (signature.name, f"({signature.declared}) -> {results}", functional, fake),
+        (signature.name, f"({signature.declared}) -> {returned}", functional, fake),
         (f"{signature.name}_out", f"({signature.declared}, *, {targets}) -> ()", mutating, fake_out),
     ):
         _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]

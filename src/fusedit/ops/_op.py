@@ -13,6 +13,7 @@ from fusedit.errors import FuseditError, OpError
 from fusedit.ops import _library, _outputs, _triton
 from fusedit.ops._build import Build
 from fusedit.ops._cases import Case
+from fusedit.ops._outputs import Dtypes, Results, empty
 from fusedit.ops._signature import Signature
 from fusedit.ops._values import negated, resolved, widest
 
@@ -20,7 +21,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Tensor = torch.Tensor
 
-Dtypes = tuple[torch.dtype | None, ...]
 SLACK: Final = 1e-6
 EXACTNESS: Final = ("bitwise", "reordered", "lossy")
 """`bitwise`: the same bits as stock; `reordered`: the same mathematics, other rounding; `lossy`: approximates."""
@@ -101,16 +101,13 @@ class Op(Generic[P, R]):
         self._limit = limit
         self._reads = reads
         self._fits = fits
-        self._allocate = allocate
-        self._dtypes = dtypes
         self._mixed = mixed
         self.one_place = one_place
         self._signature = Signature(launch)
         self._first, self._outputs = self._signature.first, self._signature.outputs
+        self._results = Results(self._outputs, allocate, dtypes)
         self.slack = (SLACK,) * self._outputs if slack is None else slack
-        self._functional, self._mutating = _library.register(
-            self._signature, self._guarded, check, self.dtypes, self._empty
-        )
+        self._functional, self._mutating = _library.register(self._signature, self._guarded, check, self._results)
 
     def __repr__(self) -> str:
         return f"<op {self.name}: {self.summary}>"
@@ -162,11 +159,7 @@ class Op(Generic[P, R]):
 
     def dtypes(self, *args: Any, **kwargs: Any) -> tuple[torch.dtype, ...]:
         """Dtypes of the results of a call with these arguments, which are taken to be right."""
-        own: torch.dtype = self._lead(args, kwargs).dtype
-        if self._dtypes is None:
-            return (own,) * self._outputs
-        declared = self._dtypes(*args, **kwargs) if callable(self._dtypes) else self._dtypes
-        return tuple(own if dtype is None else dtype for dtype in declared)
+        return self._results.dtypes(self._lead(args, kwargs), args, kwargs)
 
     def builds(self) -> tuple[Build, ...]:
         """Every kernel variant that the models' sizes need, for compilation ahead of time; empty without triton."""
@@ -176,9 +169,6 @@ class Op(Generic[P, R]):
 
     def _lead(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return args[0] if args else kwargs[self._first]
-
-    def _empty(self, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self._allocate(x, shape) if dtype is x.dtype else torch.empty(shape, dtype=dtype, device=x.device)
 
     def _explain(self, error: Exception, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any = None) -> None:
         """Raises OpError where a call failed for its arguments.
@@ -228,30 +218,22 @@ class Op(Generic[P, R]):
         if negated(args) or (kwargs and negated(kwargs.values())):
             args, kwargs = resolved(args), {name: resolved(value) for name, value in kwargs.items()}
         if all(0 in shape for shape in shapes):
-            return out if out is not None else self._pack(self._results(x, shapes, args, kwargs))
+            return out if out is not None else self._results.pack(self._results.all(x, shapes, args, kwargs))
         if self._choose is not None:
             return self._on_device(x, args, kwargs, out)
         backend = _ON_CPU if x.is_cpu and not _triton.INTERPRETING else self._backend(args, kwargs)
         self.ran[backend.name] += 1
         if backend.name == "plain":
             result = self.unchecked(*args, **kwargs, out=out)
-            return out if out is not None else self._as_allocated(result)
+            return out if out is not None else self._results.as_allocated(result)
         if outs is None:
-            outs = self._results(x, shapes, args, kwargs)
-        direct = [t if self._fits(t) else self._empty(x, t.shape, t.dtype) for t in outs]
-        self._on_device(x, args, kwargs, self._pack(direct))
+            outs = self._results.all(x, shapes, args, kwargs)
+        direct = [t if self._fits(t) else self._results.one(x, t.shape, t.dtype) for t in outs]
+        self._on_device(x, args, kwargs, self._results.pack(direct))
         for target, made in zip(outs, direct, strict=True):
             if target is not made:
                 target.copy_(made)
-        return out if out is not None else self._pack(outs)
-
-    def _results(
-        self, x: Tensor, shapes: Sequence[Sequence[int]], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[Tensor]:
-        if self._dtypes is None:
-            return [self._allocate(x, shape) for shape in shapes]
-        kept = self.dtypes(*args, **kwargs)
-        return [self._empty(x, shape, dtype) for shape, dtype in zip(shapes, kept, strict=True)]
+        return out if out is not None else self._results.pack(outs)
 
     def _on_device(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Any:
         launch = cast(Callable[..., Any], self._launch)
@@ -259,12 +241,6 @@ class Op(Generic[P, R]):
             with torch.cuda.device(x.device):
                 return launch(*args, **kwargs, out=out)
         return launch(*args, **kwargs, out=out)
-
-    def _as_allocated(self, result: Any) -> Any:
-        """Plain torch may keep the strides of a transposed input; an op's result is laid out as its fake says."""
-        if self._allocate is not _empty:
-            return result
-        return result.contiguous() if self._outputs == 1 else tuple(t.contiguous() for t in result)
 
     def _traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         out = kwargs.pop("out", None)
@@ -295,13 +271,10 @@ class Op(Generic[P, R]):
         made = self._plain(*map(widen, args), out=None, **{key: widen(value) for key, value in kwargs.items()})
         made = [made] if self._outputs == 1 else list(made)
         if out is None:
-            return self._pack([t.to(dtype) for t in made])
+            return self._results.pack([t.to(dtype) for t in made])
         for target, t in zip([out] if self._outputs == 1 else out, made, strict=True):
             target.copy_(t)
         return out
-
-    def _pack(self, tensors: Sequence[Tensor]) -> Any:
-        return tensors[0] if self._outputs == 1 else tuple(tensors)
 
     def _refuse_grad(self, values: Sequence[Any]) -> None:
         for value in values:
@@ -325,7 +298,7 @@ class Op(Generic[P, R]):
         def named(t: Tensor) -> str:
             return self._signature.name_of(t, args, kwargs)
 
-        kept, in_order = self.dtypes(*args, **kwargs), self._reads is not None
+        kept, in_order = self._results.dtypes(x, args, kwargs), self._reads is not None
         _outputs.check(self.name, outs, shapes, kept, x, inputs, named, in_order=in_order, one_place=self.one_place)
         return outs
 
@@ -333,10 +306,6 @@ class Op(Generic[P, R]):
 _ORDINARY: Final = (Tensor, torch.nn.Parameter)
 _dispatch_stack: Final = torch._C._len_torch_dispatch_stack
 _ON_CPU: Final = Backend("plain", "no kernels for device type cpu")
-
-
-def _empty(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape, dtype=x.dtype, device=x.device)
 
 
 def _rows_fit(t: Tensor) -> bool:
@@ -356,7 +325,7 @@ def op(
     limit: Callable[..., str] | None = None,
     reads: Callable[..., tuple[Tensor, ...]] | None = None,
     fits: Callable[[Tensor], bool] = _rows_fit,
-    allocate: Callable[..., Tensor] = _empty,
+    allocate: Callable[..., Tensor] = empty,
     dtypes: Dtypes | Callable[..., Dtypes] | None = None,
     slack: tuple[float, ...] | None = None,
     mixed: bool = False,

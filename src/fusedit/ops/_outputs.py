@@ -1,8 +1,9 @@
-"""What every op asks of the `out` that a caller gives: shape, dtype and device, and what else lies where it lies."""
+"""An op's results: how they are made, and what is asked of the `out` that a caller gives instead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -10,6 +11,58 @@ from fusedit.errors import OpError
 from fusedit.ops import _check
 
 Tensor = torch.Tensor
+Dtypes = tuple[torch.dtype | None, ...]
+
+
+def empty(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=x.dtype, device=x.device)
+
+
+class Results:
+    """How an op makes its results.
+
+    Attributes:
+        count: how many there are.
+        dense: whether they lie dense in memory.
+    """
+
+    def __init__(
+        self, count: int, allocate: Callable[..., Tensor], dtypes: Dtypes | Callable[..., Dtypes] | None
+    ) -> None:
+        """`allocate` and `dtypes` as `op` takes them."""
+        self.count = count
+        self.dense = allocate is empty
+        self._allocate = allocate
+        self._dtypes = dtypes
+
+    def dtypes(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.dtype, ...]:
+        """Of a call's results; x is its first argument."""
+        if self._dtypes is None:
+            return (x.dtype,) * self.count
+        declared = self._dtypes(*args, **kwargs) if callable(self._dtypes) else self._dtypes
+        return tuple(x.dtype if dtype is None else dtype for dtype in declared)
+
+    def one(self, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An empty result."""
+        return self._allocate(x, shape) if dtype is x.dtype else torch.empty(shape, dtype=dtype, device=x.device)
+
+    def all(
+        self, x: Tensor, shapes: Sequence[Sequence[int]], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """Every result of a call, empty."""
+        if self._dtypes is None:
+            return [self._allocate(x, shape) for shape in shapes]
+        return [self.one(x, *kept) for kept in zip(shapes, self.dtypes(x, args, kwargs), strict=True)]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Any:
+        """As an op returns them: one by itself, several as a tuple."""
+        return tensors[0] if self.count == 1 else tuple(tensors)
+
+    def as_allocated(self, made: Any) -> Any:
+        """Plain torch may keep the strides of a transposed input; an op's result is laid out as its fake says."""
+        if not self.dense:
+            return made
+        return made.contiguous() if self.count == 1 else tuple(t.contiguous() for t in made)
 
 
 def check(

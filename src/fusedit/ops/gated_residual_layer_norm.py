@@ -19,6 +19,7 @@ import torch
 from fusedit.ops import _check, _rows
 from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
+from fusedit.ops._fp8 import store_rows
 from fusedit.ops._op import Cost, op
 from fusedit.ops._rows import layer_norm, load_vector, places
 from fusedit.ops._triton import kernel, tl
@@ -54,13 +55,16 @@ def plain(
 def check(
     x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6
 ) -> tuple[torch.Size, torch.Size]:
-    name = "gated_residual_layer_norm"
+    accept("gated_residual_layer_norm", x, y, gate, scale, shift, eps)
+    return x.shape, x.shape
+
+
+def accept(name: str, x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float) -> None:
     _check.activation(name, "x", x, "BSC")
     _check.like(name, "y", y, x)
     for label, t in (("gate", gate), ("scale", scale), ("shift", shift)):
         _check.vector(name, label, t, x, (x.shape[0], x.shape[2]), "BC")
     _check.eps(name, eps)
-    return x.shape, x.shape
 
 
 def cost(x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, *_: Any, **__: Any) -> Cost:
@@ -76,6 +80,8 @@ def _kernel(
     shift_ptr: tl.tensor,
     r_ptr: tl.tensor,
     n_ptr: tl.tensor,
+    s_ptr: tl.tensor,
+    length_ptr: tl.tensor,
     S: tl.tensor,
     x_batch: tl.tensor,
     x_row: tl.tensor,
@@ -88,11 +94,14 @@ def _kernel(
     r_row: tl.tensor,
     n_batch: tl.tensor,
     n_row: tl.tensor,
+    s_batch: tl.tensor,
+    length_batch: tl.tensor,
     eps: tl.tensor,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     VEC: tl.constexpr,
+    QUANT: tl.constexpr,
 ) -> None:
     b = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -104,11 +113,15 @@ def _kernel(
     tl.store(places(r_ptr, b, rows, cols, r_batch, r_row, VEC), r.to(r_ptr.dtype.element_ty), mask=mask)
     n = layer_norm(r, mask, eps, C) * (1.0 + load_vector(scale_ptr, b, cols, scale_batch, C, VEC))
     n += load_vector(shift_ptr, b, cols, shift_batch, C, VEC)
-    tl.store(places(n_ptr, b, rows, cols, n_batch, n_row, VEC), n.to(n_ptr.dtype.element_ty), mask=mask)
+    if QUANT:
+        q = (n_ptr, n_batch, n_row, s_ptr, s_batch, length_ptr, length_batch)
+        store_rows(n, mask, b, rows, cols, S, *q, VEC)
+    else:
+        tl.store(places(n_ptr, b, rows, cols, n_batch, n_row, VEC), n.to(n_ptr.dtype.element_ty), mask=mask)
 
 
 def builds() -> list[Build]:
-    return _rows.row_builds(_kernel)
+    return _rows.row_builds(_kernel, flags={"QUANT": False})
 
 
 def _args(x: tuple[int, ...], row: str = "dense", vec: str = "dense", y: str = "dense") -> tuple[T, ...]:
@@ -163,9 +176,26 @@ def gated_residual_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """r = x + gate * y and n = LN(r) * (1 + scale) + shift -> (r, n), each [B,S,C]; each may lie on x or y."""
     assert out is not None
+    run(x, y, gate, scale, shift, eps, *out)
+    return out
+
+
+def run(
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    r: Tensor,
+    n: Tensor,
+    s: Tensor | None = None,
+    length: Any = None,
+) -> None:
+    """Launches the kernel; with `s` and `length` n is e4m3 rows."""
     B, S, C = x.shape
     x, y, gate, scale, shift = (_rows.inner(t) for t in (x, y, gate, scale, shift))
-    vec = _rows.vector(C, x, y, gate, scale, shift, *out)
+    vec = _rows.vector(C, x, y, gate, scale, shift, r, n)
     tile = _rows.row_tile(C, _rows.launch(x.device))
     _kernel[(_rows.cdiv(S, tile.ROWS), B)](
         x,
@@ -173,21 +203,26 @@ def gated_residual_layer_norm(
         gate,
         scale,
         shift,
-        *out,
+        r,
+        n,
+        x if s is None else s,
+        x if s is None else length,
         S,
         *_rows.steps(x, vec),
         *_rows.steps(y, vec),
         *_rows.steps(gate, vec),
         *_rows.steps(scale, vec),
         *_rows.steps(shift, vec),
-        *_rows.steps(out[0], vec),
-        *_rows.steps(out[1], vec),
+        *_rows.steps(r, vec),
+        *_rows.steps(n, vec),
+        0 if s is None else s.stride(0),
+        0 if s is None else length.stride(0),
         eps,
         C=C,
         BLOCK=tile.BLOCK,
         ROWS=tile.ROWS,
         VEC=vec,
+        QUANT=s is not None,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
-    return out

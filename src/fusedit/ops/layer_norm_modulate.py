@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from fusedit.ops import _check, _rows
 from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
+from fusedit.ops._fp8 import store_rows
 from fusedit.ops._op import Cost, op
 from fusedit.ops._rows import layer_norm, load_vector, places
 from fusedit.ops._triton import kernel, tl
@@ -55,13 +56,17 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor | None) -> tuple[Tensor, Ten
 
 
 def check(x: Tensor, scale: Tensor, shift: Tensor | None, eps: float = 1e-6) -> tuple[torch.Size]:
-    _check.activation("layer_norm_modulate", "x", x, "BSC")
-    B, _S, C = x.shape
-    _check.vector("layer_norm_modulate", "scale", scale, x, (B, C), "BC")
-    if shift is not None:
-        _check.vector("layer_norm_modulate", "shift", shift, x, (B, C), "BC")
-    _check.eps("layer_norm_modulate", eps)
+    accept("layer_norm_modulate", x, scale, shift, eps)
     return (x.shape,)
+
+
+def accept(name: str, x: Tensor, scale: Tensor, shift: Tensor | None, eps: float) -> None:
+    _check.activation(name, "x", x, "BSC")
+    B, _S, C = x.shape
+    _check.vector(name, "scale", scale, x, (B, C), "BC")
+    if shift is not None:
+        _check.vector(name, "shift", shift, x, (B, C), "BC")
+    _check.eps(name, eps)
 
 
 def cost(x: Tensor, scale: Tensor, shift: Tensor | None, *_: Any, **__: Any) -> Cost:
@@ -75,6 +80,8 @@ def _kernel(
     scale_ptr: tl.tensor,
     shift_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    s_ptr: tl.tensor,
+    length_ptr: tl.tensor,
     S: tl.tensor,
     x_batch: tl.tensor,
     x_row: tl.tensor,
@@ -82,12 +89,15 @@ def _kernel(
     shift_batch: tl.tensor,
     out_batch: tl.tensor,
     out_row: tl.tensor,
+    s_batch: tl.tensor,
+    length_batch: tl.tensor,
     eps: tl.tensor,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     VEC: tl.constexpr,
     SHIFT: tl.constexpr,
+    QUANT: tl.constexpr,
 ) -> None:
     b = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -98,11 +108,15 @@ def _kernel(
     n = layer_norm(x, mask, eps, C) * (1.0 + scale)
     if SHIFT:
         n += load_vector(shift_ptr, b, cols, shift_batch, C, VEC)
-    tl.store(places(out_ptr, b, rows, cols, out_batch, out_row, VEC), n.to(out_ptr.dtype.element_ty), mask=mask)
+    if QUANT:
+        q = (out_ptr, out_batch, out_row, s_ptr, s_batch, length_ptr, length_batch)
+        store_rows(n, mask, b, rows, cols, S, *q, VEC)
+    else:
+        tl.store(places(out_ptr, b, rows, cols, out_batch, out_row, VEC), n.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def builds() -> list[Build]:
-    return _rows.row_builds(_kernel, flags={"SHIFT": True})
+    return _rows.row_builds(_kernel, flags={"SHIFT": True, "QUANT": False})
 
 
 _X, _V = (2, 5, 96), (2, 96)
@@ -140,6 +154,14 @@ def layer_norm_modulate(
 ) -> Tensor:
     """LN(x[B,S,C]) * (1 + scale[B,C]) + shift[B,C] -> [B,S,C]; `out` may lie on x."""
     assert out is not None
+    run(x, scale, shift, eps, out)
+    return out
+
+
+def run(
+    x: Tensor, scale: Tensor, shift: Tensor | None, eps: float, out: Tensor, s: Tensor | None = None, length: Any = None
+) -> None:
+    """Launches the kernel; with `s` and `length` the result is e4m3 rows."""
     B, S, C = x.shape
     x, scale, offset = _rows.inner(x), _rows.inner(scale), _rows.inner(scale if shift is None else shift)
     vec = _rows.vector(C, x, scale, offset, out)
@@ -149,18 +171,22 @@ def layer_norm_modulate(
         scale,
         offset,
         out,
+        x if s is None else s,
+        x if s is None else length,
         S,
         *_rows.steps(x, vec),
         *_rows.steps(scale, vec),
         *_rows.steps(offset, vec),
         *_rows.steps(out, vec),
+        0 if s is None else s.stride(0),
+        0 if s is None else length.stride(0),
         eps,
         C=C,
         BLOCK=tile.BLOCK,
         ROWS=tile.ROWS,
         VEC=vec,
         SHIFT=shift is not None,
+        QUANT=s is not None,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
-    return out

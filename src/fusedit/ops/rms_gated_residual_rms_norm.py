@@ -19,6 +19,7 @@ import torch
 from fusedit.ops import _check, _rows
 from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
+from fusedit.ops._fp8 import store_rows
 from fusedit.ops._op import Cost, op
 from fusedit.ops._rows import load_vector, places, rms_norm, tanh
 from fusedit.ops._triton import kernel, tl
@@ -67,7 +68,20 @@ def check(
     next_scale: Tensor | None,
     eps: float = 1e-5,
 ) -> tuple[torch.Size, torch.Size]:
-    name = "rms_gated_residual_rms_norm"
+    accept("rms_gated_residual_rms_norm", x, y, y_weight, gate, next_weight, next_scale, eps)
+    return x.shape, x.shape
+
+
+def accept(
+    name: str,
+    x: Tensor,
+    y: Tensor,
+    y_weight: Tensor,
+    gate: Tensor | None,
+    next_weight: Tensor,
+    next_scale: Tensor | None,
+    eps: float,
+) -> None:
     _check.activation(name, "x", x, "BSC")
     B, _S, C = x.shape
     _check.like(name, "y", y, x)
@@ -77,7 +91,6 @@ def check(
         if t is not None:
             _check.vector(name, label, t, x, (B, C), "BC")
     _check.eps(name, eps)
-    return x.shape, x.shape
 
 
 def cost(
@@ -104,6 +117,8 @@ def _kernel(
     next_scale_ptr: tl.tensor,
     r_ptr: tl.tensor,
     n_ptr: tl.tensor,
+    s_ptr: tl.tensor,
+    length_ptr: tl.tensor,
     S: tl.tensor,
     x_batch: tl.tensor,
     x_row: tl.tensor,
@@ -115,6 +130,8 @@ def _kernel(
     r_row: tl.tensor,
     n_batch: tl.tensor,
     n_row: tl.tensor,
+    s_batch: tl.tensor,
+    length_batch: tl.tensor,
     eps: tl.tensor,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -122,6 +139,7 @@ def _kernel(
     VEC: tl.constexpr,
     GATE: tl.constexpr,
     SCALE: tl.constexpr,
+    QUANT: tl.constexpr,
 ) -> None:
     b = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -137,11 +155,15 @@ def _kernel(
     n = rms_norm(r, eps, C) * load_vector(next_weight_ptr, b, cols, 0, C, VEC)
     if SCALE:
         n *= 1.0 + load_vector(next_scale_ptr, b, cols, scale_batch, C, VEC)
-    tl.store(places(n_ptr, b, rows, cols, n_batch, n_row, VEC), n.to(n_ptr.dtype.element_ty), mask=mask)
+    if QUANT:
+        q = (n_ptr, n_batch, n_row, s_ptr, s_batch, length_ptr, length_batch)
+        store_rows(n, mask, b, rows, cols, S, *q, VEC)
+    else:
+        tl.store(places(n_ptr, b, rows, cols, n_batch, n_row, VEC), n.to(n_ptr.dtype.element_ty), mask=mask)
 
 
 def builds() -> list[Build]:
-    return _rows.row_builds(_kernel, flags={"GATE": True, "SCALE": True}, C=3840)
+    return _rows.row_builds(_kernel, flags={"GATE": True, "SCALE": True, "QUANT": False}, C=3840)
 
 
 def _args(
@@ -196,12 +218,30 @@ def rms_gated_residual_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """r = x + tanh(gate) * RMS(y) * y_weight, n = RMS(r) * next_weight * (1 + next_scale) -> (r, n); r may lie on x."""
     assert out is not None
+    run(x, y, y_weight, gate, next_weight, next_scale, eps, *out)
+    return out
+
+
+def run(
+    x: Tensor,
+    y: Tensor,
+    y_weight: Tensor,
+    gate: Tensor | None,
+    next_weight: Tensor,
+    next_scale: Tensor | None,
+    eps: float,
+    r: Tensor,
+    n: Tensor,
+    s: Tensor | None = None,
+    length: Any = None,
+) -> None:
+    """Launches the kernel; with `s` and `length` n is e4m3 rows."""
     B, S, C = x.shape
     x, y = _rows.inner(x), _rows.inner(y)
     weight, next_weight = _rows.inner(y_weight), _rows.inner(next_weight)
     g = y[:, 0] if gate is None else _rows.inner(gate)
-    s = y[:, 0] if next_scale is None else _rows.inner(next_scale)
-    vec = _rows.vector(C, x, y, weight, g, next_weight, s, *out)
+    v = y[:, 0] if next_scale is None else _rows.inner(next_scale)
+    vec = _rows.vector(C, x, y, weight, g, next_weight, v, r, n)
     tile = _rows.row_tile(C, _rows.launch(x.device))
     _kernel[(_rows.cdiv(S, tile.ROWS), B)](
         x,
@@ -209,15 +249,20 @@ def rms_gated_residual_rms_norm(
         weight,
         g,
         next_weight,
-        s,
-        *out,
+        v,
+        r,
+        n,
+        x if s is None else s,
+        x if s is None else length,
         S,
         *_rows.steps(x, vec),
         *_rows.steps(y, vec),
         *_rows.steps(g, vec),
-        *_rows.steps(s, vec),
-        *_rows.steps(out[0], vec),
-        *_rows.steps(out[1], vec),
+        *_rows.steps(v, vec),
+        *_rows.steps(r, vec),
+        *_rows.steps(n, vec),
+        0 if s is None else s.stride(0),
+        0 if s is None else length.stride(0),
         eps,
         C=C,
         BLOCK=tile.BLOCK,
@@ -225,7 +270,7 @@ def rms_gated_residual_rms_norm(
         VEC=vec,
         GATE=gate is not None,
         SCALE=next_scale is not None,
+        QUANT=s is not None,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
-    return out

@@ -18,6 +18,7 @@ import torch
 from fusedit.ops import _check, _rows
 from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
+from fusedit.ops._fp8 import store_rows
 from fusedit.ops._op import Cost, op
 from fusedit.ops._rows import load_vector, places, plain_rms, rms_norm
 from fusedit.ops._triton import kernel, tl
@@ -45,14 +46,18 @@ def plain(
 
 
 def check(x: Tensor, weight: Tensor | None, scale: Tensor | None, eps: float = 1e-5) -> tuple[torch.Size]:
-    _check.activation("rms_norm_modulate", "x", x, "BSC")
+    accept("rms_norm_modulate", x, weight, scale, eps)
+    return (x.shape,)
+
+
+def accept(name: str, x: Tensor, weight: Tensor | None, scale: Tensor | None, eps: float) -> None:
+    _check.activation(name, "x", x, "BSC")
     B, _S, C = x.shape
     if weight is not None:
-        _check.vector("rms_norm_modulate", "weight", weight, x, (C,), "C")
+        _check.vector(name, "weight", weight, x, (C,), "C")
     if scale is not None:
-        _check.vector("rms_norm_modulate", "scale", scale, x, (B, C), "BC")
-    _check.eps("rms_norm_modulate", eps)
-    return (x.shape,)
+        _check.vector(name, "scale", scale, x, (B, C), "BC")
+    _check.eps(name, eps)
 
 
 def cost(x: Tensor, weight: Tensor | None, scale: Tensor | None, *_: Any, **__: Any) -> Cost:
@@ -66,12 +71,16 @@ def _kernel(
     weight_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    s_ptr: tl.tensor,
+    length_ptr: tl.tensor,
     S: tl.tensor,
     x_batch: tl.tensor,
     x_row: tl.tensor,
     scale_batch: tl.tensor,
     out_batch: tl.tensor,
     out_row: tl.tensor,
+    s_batch: tl.tensor,
+    length_batch: tl.tensor,
     eps: tl.tensor,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -79,6 +88,7 @@ def _kernel(
     VEC: tl.constexpr,
     WEIGHT: tl.constexpr,
     SCALE: tl.constexpr,
+    QUANT: tl.constexpr,
 ) -> None:
     b = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -90,11 +100,15 @@ def _kernel(
         n *= load_vector(weight_ptr, b, cols, 0, C, VEC)
     if SCALE:
         n *= 1.0 + load_vector(scale_ptr, b, cols, scale_batch, C, VEC)
-    tl.store(places(out_ptr, b, rows, cols, out_batch, out_row, VEC), n.to(out_ptr.dtype.element_ty), mask=mask)
+    if QUANT:
+        q = (out_ptr, out_batch, out_row, s_ptr, s_batch, length_ptr, length_batch)
+        store_rows(n, mask, b, rows, cols, S, *q, VEC)
+    else:
+        tl.store(places(out_ptr, b, rows, cols, out_batch, out_row, VEC), n.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def builds() -> list[Build]:
-    return _rows.row_builds(_kernel, flags={"WEIGHT": True, "SCALE": True}, C=3840)
+    return _rows.row_builds(_kernel, flags={"WEIGHT": True, "SCALE": True, "QUANT": False}, C=3840)
 
 
 _X, _W, _V = (2, 5, 96), (96,), (2, 96)
@@ -132,20 +146,38 @@ def rms_norm_modulate(
 ) -> Tensor:
     """RMS(x[B,S,C]) * weight[C] * (1 + scale[B,C]) -> [B,S,C]; `out` may lie on x."""
     assert out is not None
+    run(x, weight, scale, eps, out)
+    return out
+
+
+def run(
+    x: Tensor,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    out: Tensor,
+    s: Tensor | None = None,
+    length: Any = None,
+) -> None:
+    """Launches the kernel; with `s` and `length` the result is e4m3 rows."""
     B, S, C = x.shape
     x = _rows.inner(x)
-    w, s = (x[0, 0] if weight is None else _rows.inner(weight)), (x[:, 0] if scale is None else _rows.inner(scale))
-    vec = _rows.vector(C, x, w, s, out)
+    w, v = (x[0, 0] if weight is None else _rows.inner(weight)), (x[:, 0] if scale is None else _rows.inner(scale))
+    vec = _rows.vector(C, x, w, v, out)
     tile = _rows.row_tile(C, _rows.launch(x.device))
     _kernel[(_rows.cdiv(S, tile.ROWS), B)](
         x,
         w,
-        s,
+        v,
         out,
+        x if s is None else s,
+        x if s is None else length,
         S,
         *_rows.steps(x, vec),
-        *_rows.steps(s, vec),
+        *_rows.steps(v, vec),
         *_rows.steps(out, vec),
+        0 if s is None else s.stride(0),
+        0 if s is None else length.stride(0),
         eps,
         C=C,
         BLOCK=tile.BLOCK,
@@ -153,7 +185,7 @@ def rms_norm_modulate(
         VEC=vec,
         WEIGHT=weight is not None,
         SCALE=scale is not None,
+        QUANT=s is not None,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
-    return out

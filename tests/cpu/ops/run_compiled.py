@@ -35,6 +35,7 @@ def compile_for(build: Build, capability: int) -> dict[str, object]:
         "shared": made.metadata.shared,
         "accesses": re.findall(r"\b((?:ld|st)\.global[\w.:]*)", made.asm["ptx"]),
         "layouts": layouts(made.asm["ttgir"]),
+        "products": sorted(set(re.findall(r"(wgmma\.mma_async\.[\w.]*|mma\.sync\.[\w.]*)", made.asm["ptx"]))),
     }
 
 
@@ -51,7 +52,7 @@ def main() -> None:
         for op in ops.registry().values()
         for build in op.builds()
         for capability in (90, 80, 86, 89, 100, 120)
-        if capability == 90 or build.name.endswith("bf16")
+        if capability >= build.capability and (capability == 90 or build.name.endswith("bf16"))
     ]
     found = {f"{name}/{build.name}/{cap}": compile_for(build, cap) for name, build, cap in jobs[share::of]}
     print(json.dumps(found))
