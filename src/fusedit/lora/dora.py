@@ -72,11 +72,12 @@ class InputDora(LoraVariant):  # type: ignore[misc]
         up, down = module.lora_B[name].weight.detach(), module.lora_A[name].weight.detach()
         new = torch.addmm(weight.detach().float(), up.float(), down.float(), alpha=module.scaling[name])
         magnitude: Tensor = module.lora_magnitude_vector[name].weight.detach().float()[0]
-        return magnitude / torch.linalg.vector_norm(new, dim=0)
+        norm: Tensor = torch.linalg.vector_norm(new, dim=0)
+        return magnitude / norm
 
 
 def _unmerged(module: Any) -> Tensor:
     """The layer's weight without the adapters that are merged into it by now: what `forward` sees."""
-    weight: Tensor
     with module._unmerged_base_weight() as weight:
-        return weight
+        found: Tensor = weight
+    return found

@@ -11,29 +11,30 @@ become a branch of the layer itself (`branches`), which stays when the LoRA laye
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-import torch
 from torch import nn
 
-from fusedit.cache.checksum import checksums
 from fusedit.errors import LoraError
 from fusedit.lora.adapters import adapters_in, tuner_layers
 from fusedit.lora.making import is_float8
+from fusedit.lora.unmerging import Aside, Frozen, Original, copied, put_into
 
 NAME: Final = "fuse_lora"
 
 
 def install(module: nn.Module) -> None:
-    """Stand in front of `fuse_lora` of this module. Each call is undone by one `uninstall`; others are left alone."""
+    """Stand in front of `fuse_lora` of this module, whose weights are converted already, if they are to be. Each call
+    is undone by one `uninstall`; what somebody else put there is left alone."""
     found = module.__dict__.get(NAME)
     if isinstance(found, FuseLora):
         found.users += 1
     elif found is None and callable(getattr(type(module), NAME, None)):
         module.__dict__[NAME] = FuseLora(module)
+    for _, layer in tuner_layers(module):
+        if layer.merged and is_float8(layer.get_base_layer().weight) and "unmerge" not in layer.__dict__:
+            layer.__dict__["unmerge"] = Frozen(layer)
 
 
 def uninstall(module: nn.Module) -> None:
@@ -49,7 +50,7 @@ def uninstall(module: nn.Module) -> None:
         undo = layer.__dict__.get("unmerge")
         if isinstance(undo, Aside):
             undo()
-        elif isinstance(undo, Original):
+        elif isinstance(undo, Original | Frozen):
             del layer.__dict__["unmerge"]
 
 
@@ -133,7 +134,7 @@ class _Change:
         self.scaling = dict(layer.scaling)
         self.caches = dict(getattr(layer, "_caches", {}))
         # A fresh Original holds the weights of this moment; beside adapters that were merged before they are others.
-        self.tensors = undo.tensors if isinstance(undo, Original) and not self.merged else _copied(layer)
+        self.tensors = undo.tensors if isinstance(undo, Original) and not self.merged else copied(layer)
         self.branches = getattr(layer.get_base_layer(), "branches", None)
         self.keys = list(undo.keys) if isinstance(undo, Aside) else []
 
@@ -153,7 +154,7 @@ class _Change:
             layer.get_base_layer().branches = self.branches
             self.undo.keys[:] = self.keys
         else:
-            _put(layer, self.tensors)
+            put_into(layer, self.tensors)
         layer.merged_adapters[:] = self.merged
         layer.scaling.update(self.scaling)
         if hasattr(layer, "_caches"):
@@ -163,130 +164,6 @@ class _Change:
             self.undo.keep()
         else:
             layer.__dict__.pop("unmerge", None)
-
-
-class Original:
-    """Stands as `unmerge` on one LoRA layer whose base layer was merged into: the weights of before, on the CPU."""
-
-    __slots__ = ("__weakref__", "_layer", "_merged", "tensors")
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = weakref.ref(layer)  # or the copies would wait for a collection of cycles once it is unloaded
-        self.tensors = _copied(layer)
-        self._merged: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, layer: Any) -> Original | None:
-        """That of this layer, made if nothing is merged yet; None where its original weights are gone."""
-        found = layer.__dict__.get("unmerge")
-        if isinstance(found, Original):
-            return found
-        return None if layer.merged else cls(layer)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
-
-    def keep(self) -> None:
-        """The layer holds merged weights from now on, and these are the ones."""
-        layer: Any = self._layer()
-        layer.__dict__["unmerge"] = self
-        self._merged = checksums(list(_weights(layer).values()))
-
-    def merge(self, adapter_names: list[str]) -> None:
-        layer: Any = self._layer()
-        layer.merge(adapter_names=adapter_names)
-
-    def __call__(self) -> None:
-        self.restore()
-
-    def restore(self) -> bool:
-        """Unmerge; whether that gave the original bits."""
-        layer: Any = self._layer()
-        del layer.__dict__["unmerge"]
-        if self._merged != checksums(list(_weights(layer).values())):
-            warnings.warn(
-                "weights were edited or converted while a LoRA was fused into them, so it is subtracted again, "
-                "which rounds; unfuse before that",
-                stacklevel=2,
-            )
-            layer.unmerge()
-            return False
-        _put(layer, self.tensors)
-        for name in layer.merged_adapters:
-            getattr(layer, "_caches", {}).pop(f"{name}-weight_norm", None)  # DoRA's; peft's own unmerge takes it out
-        layer.merged_adapters.clear()
-        return True
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        return getattr, (self._layer(), "unmerge")  # in a copy, whose attributes are not there yet, the class's
-
-
-class Aside:
-    """Stands as `unmerge` on one LoRA layer over float8 weights: its adapters are branches of the base layer."""
-
-    __slots__ = ("__weakref__", "_layer", "keys")
-
-    def __init__(self, layer: Any, keys: tuple[str, ...] = ()) -> None:
-        self._layer = weakref.ref(layer)
-        self.keys = list(keys)
-
-    @classmethod
-    def of(cls, layer: Any) -> Aside:
-        found = layer.__dict__.get("unmerge")
-        return found if isinstance(found, Aside) else cls(layer)
-
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:  # noqa: ARG002
-        """What peft's `merge` does, beside the weights instead of into them."""
-        layer: Any = self._layer()
-        base = layer.get_base_layer()
-        for name in layer.active_adapters if adapter_names is None else adapter_names:
-            if name not in layer.lora_A or name in layer.merged_adapters:
-                continue
-            key, n = name, 2
-            while key in base.branches:  # of one that was fused and unloaded before
-                key, n = f"{name} {n}", n + 1
-            down, up = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach()
-            # Another dict, not the same one changed: what is kept between steps knows attributes by identity.
-            base.branches = {**base.branches, key: (down, up, float(layer.scaling[name]))}
-            self.keys.append(key)
-            layer.merged_adapters.append(name)
-
-    def keep(self) -> None:
-        self._layer().__dict__["unmerge"] = self
-
-    def __call__(self) -> None:
-        self.restore()
-
-    def restore(self) -> bool:
-        """Unmerge; the weights were never touched."""
-        layer: Any = self._layer()
-        base = layer.get_base_layer()
-        base.branches = {key: branch for key, branch in base.branches.items() if key not in self.keys}
-        self.keys.clear()
-        layer.merged_adapters.clear()
-        layer.__dict__.pop("unmerge", None)
-        return True
-
-    def __reduce__(self) -> tuple[type[Aside], tuple[Any, tuple[str, ...]]]:
-        return Aside, (self._layer(), tuple(self.keys))
-
-
-def _weights(layer: Any) -> dict[str, torch.Tensor]:
-    """What merging may change."""
-    base = layer.get_base_layer()
-    return {name: t.detach() for name in ("weight", "bias") if (t := getattr(base, name, None)) is not None}
-
-
-def _copied(layer: Any) -> dict[str, torch.Tensor]:
-    return {name: t.to("cpu", copy=True) for name, t in _weights(layer).items()}
-
-
-def _put(layer: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """In place: the weights may lie packed with others."""
-    with torch.no_grad():
-        for name, t in _weights(layer).items():
-            t.copy_(tensors[name])
 
 
 def _check_aside(path: str, layer: Any, names: list[str]) -> None:

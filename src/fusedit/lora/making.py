@@ -111,7 +111,8 @@ def description(changes: Mapping[str, Change]) -> Any:
 
 def _blank(pattern: Any, training: bool) -> Any:
     """A module of the same class with the plain attributes of `pattern` and nothing in it."""
-    made = type(pattern).__new__(type(pattern))
+    kind: Any = type(pattern)
+    made = kind.__new__(kind)
     nn.Module.__init__(made)
     space = made.__dict__
     for key, value in pattern.__dict__.items():

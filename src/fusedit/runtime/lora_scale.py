@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,22 @@ def lora_scaled(module: nn.Module, kwargs: dict[str, Any] | None) -> Iterator[No
         return
     from diffusers.utils import peft_utils
 
+    _warn_of_fused(module, scale)
     peft: Any = peft_utils
     peft.scale_lora_layers(module, scale)
     try:
         yield
     finally:
         peft.unscale_lora_layers(module, scale)
+
+
+def _warn_of_fused(module: nn.Module, scale: float) -> None:
+    """Stock lets the scale have no effect on what is merged, and says nothing."""
+    layers = (child for child in module.modules() if type(child).__module__.partition(".")[0] == "peft")
+    fused = sorted({name for layer in layers for name in getattr(layer, "merged_adapters", ())})
+    if fused:
+        warnings.warn(
+            f"scale {scale:g} has no effect on LoRA {', '.join(map(repr, fused))}, which is fused into the weights; "
+            "unfuse it to scale it",
+            stacklevel=3,
+        )
