@@ -28,7 +28,7 @@ def lora_lines(told: Mapping[str, Any]) -> list[str]:
         lines.append("parameters beside the layers:")
         lines += [f"  {number:4} x {name}" for name, number in told["extra"].items()]
     if told["unmatched"]:
-        lines.append(f"{len(told['unmatched'])} keys match no layer: {', '.join(told['unmatched'])}")
+        lines.append(f"unmatched keys ({len(told['unmatched'])}): {', '.join(told['unmatched'])}")
     return [*lines, *told["notes"]]
 
 
