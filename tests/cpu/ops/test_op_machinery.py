@@ -149,11 +149,12 @@ def test_opcheck(name: str, which: str) -> None:
     if which not in {case.name for case in REGISTRY[name].cases}:
         which = "small"
     args, kwargs = first_case(name, which)
+    made = as_list(REGISTRY[name](*args, **kwargs))
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if all(t.dtype is not torch.float8_e4m3fn for t in args if isinstance(t, torch.Tensor)):
-        checks.append("test_schema")  # which multiplies the arguments, and e4m3 cannot be multiplied
+    if all(t.dtype is not torch.float8_e4m3fn for t in (*args, *made) if isinstance(t, torch.Tensor)):
+        checks.append("test_schema")  # multiplies what it compares, and e4m3 cannot be multiplied; `verify` compares too
     torch.library.opcheck(getattr(torch.ops.fusedit, name).default, args, kwargs, test_utils=checks)
-    outs = [torch.empty_like(t) for t in as_list(REGISTRY[name](*args, **kwargs))]
+    outs = [torch.empty_like(t) for t in made]
     names = [f"out_{index}" for index in range(len(outs))]
     mutating = getattr(torch.ops.fusedit, f"{name}_out").default
     torch.library.opcheck(mutating, args, {**kwargs, **dict(zip(names, outs, strict=True))}, test_utils=checks)
