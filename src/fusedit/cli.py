@@ -12,7 +12,7 @@ import functools
 import json as json_module
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -43,7 +43,10 @@ TrueCfg = Annotated[float | None, typer.Option("--true-cfg", help="FLUX: scale o
 TextTokens = Annotated[int | None, typer.Option("--text-tokens", help="Longest prompt in tokens, up to 512.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", metavar="fp32|bf16", help="Default: bf16 on a GPU, else fp32.")]
 Device = Annotated[str | None, typer.Option("--device", metavar="cpu|cuda", help="Default: the GPU, if there is one.")]
-Lora = Annotated[str | None, typer.Option("--lora", help="LoRA file or directory, loaded by diffusers.")]
+Loras = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="FILE[:SCALE]", help="LoRA to load, in any format; may be given several times."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
@@ -88,6 +91,14 @@ def print_json(data: Any) -> None:
     typer.echo(json_module.dumps(plain(data), indent=2, allow_nan=False))
 
 
+def print_loras(loras: Iterable[Mapping[str, Any]]) -> None:
+    """A line for each LoRA; what did not match goes to standard error, by name."""
+    for lora in loras:
+        typer.echo(f"LoRA {lora['name']} {lora['state']}: matched {lora['matched']} of {lora['total']} layers")
+        for path, reason in lora["missing"]:
+            typer.echo(f"warning: LoRA {lora['name']} does not fit {path}: {reason}", err=True)
+
+
 def console() -> Any:
     """A rich console for results: the terminal's width, or 120 columns of plain text in a pipe."""
     from rich.console import Console
@@ -129,7 +140,7 @@ def generate(
     text_tokens: TextTokens = None,
     dtype: Dtype = None,
     device: Device = None,
-    lora: Lora = None,
+    loras: Loras = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="PNG file; several get -SEED.")] = Path("fusedit.png"),
     json: Json = False,
 ) -> None:
@@ -150,7 +161,7 @@ def generate(
         text_tokens=text_tokens,
         dtype=dtype,
         device=device,
-        lora=lora,
+        loras=loras,
         output=output,
     )
     result = generate_files(job, quiet=json)
@@ -160,6 +171,7 @@ def generate(
     for note in result["notes"]:
         if note.startswith("warning"):  # the others are in the files
             typer.echo(note, err=True)
+    print_loras(result["loras"])
     for image in result["images"]:
         typer.echo(f"{image['path']}  seed {image['seed']}, {image['size']}, {image['total_s']:.2f} s")
 
@@ -182,7 +194,7 @@ def compare(
     text_tokens: TextTokens = None,
     dtype: Dtype = None,
     device: Device = None,
-    lora: Lora = None,
+    loras: Loras = None,
     reference: Annotated[
         str, typer.Option("--reference", metavar="same|fp32", help="fp32 adds stock fp32 as the yardstick.")
     ] = "same",
@@ -209,7 +221,7 @@ def compare(
         model=model,
         device=device,
         dtype=dtype,
-        lora=lora,
+        loras=loras,
         out=out,
         quiet=json,
         prompts=prompts,
@@ -234,6 +246,7 @@ def compare(
         from fusedit.quality.table import print_table
 
         print_table([result], console())
+        print_loras(result.loras)
         if out is not None:
             typer.echo(f"report: {out / 'report.html'}")
     if not result.verdict.passed:

@@ -18,7 +18,7 @@ def run_compare(
     model: str,
     device: str | None,
     dtype: str | None,
-    lora: str | None,
+    loras: Sequence[str] | None,
     out: Path | None,
     quiet: bool,
     prompts: Sequence[str],
@@ -45,12 +45,15 @@ def run_compare(
         dtype_name(dtype)
     if out is not None:
         check_output(out)
+    from fusedit.lora.option import lora_options
+
+    chosen_loras = lora_options(loras)
 
     from fusedit.loading import load_for
     from fusedit.progress import Progress, progress_on
     from fusedit.quality._compare import compare
 
-    pipe = load_for(model, dtype=dtype, device=device, lora=lora)
+    pipe = load_for(model, dtype=dtype, device=device, loras=chosen_loras)
     with Progress() if quiet else progress_on() as progress:
         result = compare(
             pipe,

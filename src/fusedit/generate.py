@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusedit.files import check_file, check_replaceable, json_bytes, png_bytes, write_together
 from fusedit.plan import Plan
@@ -21,6 +22,9 @@ from fusedit.validation import (
     dtype_name,
     parse_size,
 )
+
+if TYPE_CHECKING:
+    from fusedit.lora.option import LoraOption
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Job:
     text_tokens: int | None
     dtype: str | None
     device: str | None
-    lora: str | None
+    loras: tuple[LoraOption, ...]
     files: tuple[Path, ...]
 
     @classmethod
@@ -59,7 +63,7 @@ class Job:
         text_tokens: int | None,
         dtype: str | None,
         device: str | None,
-        lora: str | None,
+        loras: Sequence[str] | None,
         output: Path,
     ) -> Job:
         """Check everything that can be checked before a model is loaded.
@@ -67,6 +71,8 @@ class Job:
         Raises:
             UsageError: any value is out of range, or the output cannot be written.
         """
+        from fusedit.lora.option import lora_options
+
         first, last = check_seed(seed), check_seed(seed + check_count(count) - 1)
         seeds = tuple(range(first, last + 1))
         target = check_file(output, ".png")
@@ -89,7 +95,7 @@ class Job:
             text_tokens=None if text_tokens is None else check_text_tokens(text_tokens),
             dtype=None if dtype is None else dtype_name(dtype),
             device=device,
-            lora=lora,
+            loras=lora_options(loras),
             files=tuple(files),
         )
 
@@ -107,11 +113,12 @@ def generate_files(job: Job, *, quiet: bool) -> dict[str, Any]:
     from fusedit.drawing import device_of, draw
     from fusedit.environment import environment
     from fusedit.loading import load_for
+    from fusedit.lora.record import loras
     from fusedit.pipeline import accelerate
     from fusedit.progress import Progress, progress_on
     from fusedit.quality.reference import compute_dtype
 
-    pipe = load_for(job.model, dtype=job.dtype, device=job.device, lora=job.lora)
+    pipe = load_for(job.model, dtype=job.dtype, device=job.device, loras=job.loras)
     requests = [
         request_for(
             pipe,
@@ -135,7 +142,7 @@ def generate_files(job: Job, *, quiet: bool) -> dict[str, Any]:
         "negative": job.negative,
         "true_cfg": job.true_cfg,
         "text_tokens": requests[0].text_tokens,
-        "lora": job.lora,
+        "loras": loras(pipe),
         "steps": requests[0].steps,
         "guidance": requests[0].guidance,
         "dtype": compute_dtype(pipe),

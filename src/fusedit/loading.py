@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +22,8 @@ from fusedit.validation import dtype_name
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+    from fusedit.lora.option import LoraOption
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _CHECKED_BYTES: Final = 1 << 30  # weights up to this size are checked for NaN at once; larger ones when a picture fails
@@ -218,26 +220,20 @@ def _short(error: BaseException) -> str:
     return lines[0].split(". ")[0].rstrip(".")[:200] if lines else type(error).__name__
 
 
-def load_for(name: str, *, dtype: str | None, device: str | None, lora: str | None) -> DiffusionPipeline:
-    """load(), with a LoRA on top where one is named: what the command line's --model and --lora mean.
+def load_for(
+    name: str, *, dtype: str | None, device: str | None, loras: Sequence[LoraOption] = ()
+) -> DiffusionPipeline:
+    """load(), with LoRAs on top: what the command line's --model and --lora mean.
 
     Raises:
-        ModelNotFoundError: no such LoRA file or directory.
-        UnsupportedPipelineError: the file is no LoRA for this model, or the pipeline takes none.
+        LoraError: a file is no LoRA or none for this model.
+        UnsupportedPipelineError: the pipeline takes none.
     """
-    if lora is not None and not Path(lora).expanduser().exists():
-        raise ModelNotFoundError(f"LoRA {lora!r} does not exist; give the path of a .safetensors file or its folder")
-    pipe: Any = load(name, dtype=dtype, device=device)
-    if lora is not None:
-        path = Path(lora).expanduser()
-        if not hasattr(pipe, "load_lora_weights"):
-            raise UnsupportedPipelineError(f"{type(pipe).__name__} takes no LoRA; leave --lora out")
-        try:
-            with quiet_loading():
-                if path.is_file():
-                    pipe.load_lora_weights(str(path.parent), weight_name=path.name)
-                else:
-                    pipe.load_lora_weights(str(path))
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError, NotImplementedError) as error:
-            raise UnsupportedPipelineError(f"LoRA {lora!r} cannot be loaded here: {_short(error)}") from None
-    return pipe  # type: ignore[no-any-return]
+    from fusedit.lora import read
+    from fusedit.lora.life import load_file
+
+    files = [read(option.file) for option in loras]  # before the model, which takes longer
+    pipe = load(name, dtype=dtype, device=device)
+    for option, file in zip(loras, files, strict=True):
+        load_file(pipe, file, str(option.file), scale=option.scale)
+    return pipe

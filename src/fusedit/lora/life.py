@@ -21,6 +21,7 @@ from fusedit.errors import DeviceMemoryError, LoraError, UnsupportedPipelineErro
 from fusedit.lora.adapters import Injection, eject, tuner_layers
 from fusedit.lora.fitting import TRANSFORMER, overwrite_of, parts_of, report_of
 from fusedit.lora.fused import restorable, unfuse
+from fusedit.lora.layers import LoraFile
 from fusedit.lora.overwrite import Overwrite, check_resettable, reset
 from fusedit.lora.parsing import parse, read
 from fusedit.lora.record import LoraReport, components, remember
@@ -55,10 +56,23 @@ def load_lora(
         UnsupportedPipelineError: the pipeline takes no LoRA.
         DeviceMemoryError: the device is too small for it.
     """
+    if isinstance(path, Mapping):
+        return load_file(pipe, parse(path), None, name, scale, text_encoders=text_encoders)
+    return load_file(pipe, read(Path(path)), str(path), name, scale, text_encoders=text_encoders)
+
+
+def load_file(
+    pipe: DiffusionPipeline,
+    file: LoraFile,
+    source: str | None,
+    name: str | None = None,
+    scale: float = 1.0,
+    *,
+    text_encoders: bool = True,
+) -> LoraReport:
+    """load_lora() of what was read already; `source` is the path that reports name."""
     transformer = _transformer_of(pipe)
     checked_scale(scale)
-    file = parse(path) if isinstance(path, Mapping) else read(Path(path))
-    source = None if isinstance(path, Mapping) else str(path)
     chosen = _free_name(pipe, name, "lora" if source is None else Path(source).stem)
     parts = parts_of(pipe, transformer, file, text_encoders=text_encoders)
     overwrite = overwrite_of(pipe, transformer, file, parts[0].match)

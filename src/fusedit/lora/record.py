@@ -70,8 +70,7 @@ def remember(module: nn.Module, report: LoraReport) -> None:
 def notes(pipe: Any) -> list[str]:
     """One sentence for each LoRA that this pipeline has, however it was loaded, and what fused ones keep."""
     modules = dict(components(pipe))
-    names = dict.fromkeys(name for module in modules.values() for name in getattr(module, "peft_config", {}))
-    told = [f"LoRA {name!r} {_state(modules, name)}: {_matched(modules, name)}" for name in names]
+    told = [f"LoRA {name!r} {_state(modules, name)}: {_matched(modules, name)}" for name in _names(modules)]
     for part, module in modules.items():
         asides = _branches(module)
         if asides:
@@ -81,6 +80,18 @@ def notes(pipe: Any) -> list[str]:
         if kept:
             told.append(f"{part}: {kept / 2**20:.1f} MiB of weights from before fuse_lora are kept on the CPU")
     return told
+
+
+def loras(pipe: Any) -> list[dict[str, Any]]:
+    """JSON data of each LoRA that this pipeline has; `matched` and `total` are None for one that diffusers loaded."""
+    modules = dict(components(pipe))
+    found = []
+    for name in _names(modules):
+        report = _report(modules, name)
+        data: dict[str, Any] = {"file": None, "format": None, "matched": None, "total": None, "missing": []}
+        data |= {} if report is None else {key: value for key, value in report.to_dict().items() if key in data}
+        found.append({"name": name, "state": _state(modules, name), **data})
+    return found
 
 
 def components(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -96,12 +107,22 @@ def _layers(modules: dict[str, nn.Module], name: str) -> list[Any]:
     return [layer for m in modules.values() for _, layer in tuner_layers(m) if name in adapters_in(layer)]
 
 
-def _matched(modules: dict[str, nn.Module], name: str) -> str:
+def _names(modules: dict[str, nn.Module]) -> list[str]:
+    return list(dict.fromkeys(name for module in modules.values() for name in getattr(module, "peft_config", {})))
+
+
+def _report(modules: dict[str, nn.Module], name: str) -> LoraReport | None:
+    """That of its load, if it was loaded by us and nobody has put another one in its place."""
     for module in modules.values():
         config, report = _LOADED.get(module, {}).get(name, (lambda: None, None))
         if report is not None and config() is getattr(module, "peft_config", {}).get(name):
-            return counted(report)
-    return f"on {len(_layers(modules, name))} layers"
+            return report
+    return None
+
+
+def _matched(modules: dict[str, nn.Module], name: str) -> str:
+    report = _report(modules, name)
+    return f"on {len(_layers(modules, name))} layers" if report is None else counted(report)
 
 
 def _state(modules: dict[str, nn.Module], name: str) -> str:

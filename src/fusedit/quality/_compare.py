@@ -81,6 +81,7 @@ def compare(
         NonFiniteError: a weight holds NaN or infinity.
         DeviceMemoryError: the device ran out of memory; the pipeline is usable.
     """
+    from fusedit.lora.record import loras
     from fusedit.pipeline import accelerate
 
     _check_pipe(pipe)
@@ -137,6 +138,7 @@ def compare(
         speedup_measured=bench.speedup(),
         pairs=tuple(pairs),
         noise=BaselineNoise.of(bench.twice),
+        loras=tuple(loras(pipe)),
         rewritten=report.rewritten,
         refused=report.refused,
         notes=(*report.notes, *_notes(pipe, report, drawn, wanted, dtype, guidance)),

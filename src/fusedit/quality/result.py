@@ -100,6 +100,7 @@ class Comparison:
             verdict. Read `speedup` instead: it is None beside a red verdict.
         pairs: one entry for each prompt and seed.
         noise: stock against stock.
+        loras: JSON data of each LoRA that the pipeline has.
         rewritten, refused, notes: what accelerate() did, with the counters of these runs.
         verdict: whether the pictures passed, and why not.
         guilt: which rewrite is to blame, when the verdict is red and it was searched for.
@@ -128,6 +129,7 @@ class Comparison:
     verdict: Verdict
     guilt: Guilt | None
     environment: Mapping[str, Any]
+    loras: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def speedup(self) -> float | None:
@@ -156,6 +158,7 @@ class Comparison:
                 "negative": self.negative,
                 "true_cfg": self.true_cfg,
                 "reference": self.reference,
+                "loras": self.loras,
                 "stock": self.stock.to_dict(),
                 "fused": self.fused.to_dict(),
                 "speedup": self.speedup,

@@ -188,25 +188,3 @@ def test_a_defect_is_one_sentence_too(shell: Any, monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 3
     assert "unexpected ZeroDivisionError" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_a_lora_changes_the_picture(shell: Any) -> None:
-    import torch
-    from diffusers.loaders import FluxLoraLoaderMixin
-    from support import whole_pipes
-
-    pipe = whole_pipes.flux_pipe()
-    linear = pipe.transformer.transformer_blocks[0].attn.to_q
-    torch.manual_seed(1)
-    layers = {
-        "transformer_blocks.0.attn.to_q.lora_A.weight": torch.randn(2, linear.in_features),
-        "transformer_blocks.0.attn.to_q.lora_B.weight": torch.randn(linear.out_features, 2),
-    }
-    FluxLoraLoaderMixin.save_lora_weights(shell.folder / "lora", transformer_lora_layers=layers)
-    shell("generate", "fox", "-o", "without.png", *FAST)
-    result = shell("generate", "fox", "-o", "with.png", "--lora", "lora/pytorch_lora_weights.safetensors", *FAST)
-    assert result.exit_code == 0, result.output
-    assert not np.array_equal(pixels("without.png"), pixels("with.png"))
-    assert read_settings("with.png")["lora"] == "lora/pytorch_lora_weights.safetensors"
-    (shell.folder / "junk.safetensors").write_bytes(b"junk")
-    assert "cannot be loaded" in shell.refused("generate", "fox", "-o", "c.png", "--lora", "junk.safetensors")

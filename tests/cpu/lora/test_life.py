@@ -1,4 +1,4 @@
-"""load_lora, set_loras and unload_lora: the pictures are stock's with the same LoRA, and all of it can be taken back."""
+"""load_lora, set_loras and unload_lora: pictures are those of stock with the same LoRA, and all of it is taken back."""
 
 from __future__ import annotations
 
