@@ -73,6 +73,7 @@ def operands(
 
 def output(op: str, dtype: str) -> None:
     """`dtype` is one that a product can have."""
+    _check.kind(op, "dtype", dtype, "str")
     if dtype not in DTYPES:
         raise OpError(f"{op}: dtype must be {', '.join(DTYPES)}, not {_check.show(dtype)}")
 

@@ -70,9 +70,8 @@ def plain(
     out: Pair | None = None,
 ) -> Pair:
     y, g = reference(x, x_scale, weight, weight_scale, bias, g_scale, start, dtype, t, up, part)
-    if out is None:
-        return y.to(DTYPES[dtype]), to_e4m3(g)
-    return out[0].copy_(y), out[1].copy_(to_e4m3(g))
+    made = (y.new_empty(y.shape, dtype=DTYPES[dtype]), y.new_empty(g.shape, dtype=E4M3)) if out is None else out
+    return made[0].copy_(y), made[1].copy_(to_e4m3(g))
 
 
 def check(

@@ -40,7 +40,7 @@ def test_interpreter_agrees_with_the_reference(interpreted: dict[str, Any], whic
     elif which.startswith("conv2d/"):
         kernel = "gather" if any(name in which for name in ("last", "one-by-one")) else "direct"
         assert set(result["ran"]) == {"plain" if which.endswith("bfloat16") else kernel}
-    elif not which.startswith(("attention/", "conv2d_", "linear_", "upsample_conv2d/")):  # a library's
+    elif not which.startswith(("attention/", "conv2d_", "linear_", "scaled_linear", "upsample_conv2d/")):  # a library's
         # Triton's interpreter multiplies bfloat16 as whole numbers, so plain torch serves there.
         assert set(result["ran"]) == {"plain" if which.endswith("bfloat16") else "triton"}
 
@@ -101,7 +101,7 @@ def builds() -> Iterator[tuple[str, int]]:
 # Ops whose output lies on no input, or on one in kernels of several passes, each of which reads before it writes.
 APART = (
     *("attention", "conv2d", "group_norm_silu", "grouped_linear", "nchw_to_nhwc", "nhwc_to_nchw", "pack_tiles"),
-    *("qk_norm_rope", "residual_group_norm_silu", "row_bounds", "upsample_conv2d", "winograd"),
+    *("qk_norm_rope", "residual_group_norm_silu", "row_bounds", "scaled_linear", "upsample_conv2d", "winograd"),
 )
 
 

@@ -20,6 +20,7 @@ pytestmark = [
 ]
 LIBRARY = {
     *("attention", "conv2d", "conv2d_group_norm_silu", "linear_gelu", "linear_swiglu", "upsample_conv2d"),
+    *("scaled_linear", "scaled_linear_gelu", "scaled_linear_swiglu"),
 }
 KERNELS = sorted(set(ops.registry()) - LIBRARY)
 
