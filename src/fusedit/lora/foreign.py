@@ -13,7 +13,7 @@ _MODELS: Final = {
     "Qwen-Image": r"transformer_blocks[._]\d+[._](?:img|txt)_(?:mlp[._]net|mod)[._]",
     "Stable Diffusion 3": r"joint_blocks[._]",
     "PixArt, LTX-Video, CogVideoX or Stable Diffusion 3.5": r"transformer_blocks[._]\d+[._]attn[12][._]",
-    "Wan or Cosmos": r"(?:^|[._])(?<!double_)(?<!single_)blocks[._]\d+[._](?:self_attn|cross_attn)[._]",
+    "Wan or Cosmos": r"(?:^|[._])blocks[._]\d+[._](?:self_attn|cross_attn)[._]",
     "HunyuanVideo": r"(?:img|txt)_mlp[._]fc[12]|individual_token_refiner|double_blocks\.\d+\.(?:img|txt)_attn_\w+\.",
     "FLUX.2": r"(?:double|single)_stream_modulation|to_qkv_mlp_proj|ff(?:_context)?[._]linear_(?:in|out)",
     "HiDream": r"(?:double|single)_stream_blocks[._]",

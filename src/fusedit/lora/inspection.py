@@ -62,4 +62,4 @@ def _sorted(values: Iterable[float | None]) -> dict[str, int]:
 
 def _kinds(paths: Iterable[str]) -> dict[str, int]:
     """Paths with `*` for the number of the block -> how many."""
-    return dict(Counter(re.sub(r"(?<=[sre]\.)\d+(?=\.)", "*", path, count=1) for path in paths))
+    return dict(Counter(re.sub(r"\.\d+\.", ".*.", path, count=1) for path in paths))

@@ -239,6 +239,48 @@ def test_an_alpha_under_the_other_name() -> None:
     assert file.unmatched == ()
 
 
+# -- text encoders ----------------------------------------------------------------------------------------------------
+
+CLIP_Q, T5_Q = "encoder.layers.3.self_attn.q_proj", "encoder.block.3.layer.0.SelfAttention.q"
+QWEN_Q = "layers.3.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "path"),
+    [
+        ("lora_te_text_model_encoder_layers_3_self_attn_q_proj", "text_encoder", CLIP_Q),
+        ("lora_te1_text_model_encoder_layers_3_self_attn_q_proj", "text_encoder", CLIP_Q),
+        ("text_encoder.text_model.encoder.layers.3.self_attn.q_proj", "text_encoder", CLIP_Q),
+        ("text_encoder.text_model.encoder.layers.3.self_attn.to_q_lora", "text_encoder", CLIP_Q),
+        ("text_encoder.encoder.layers.3.self_attn.q_proj", "text_encoder", CLIP_Q),
+        ("text_encoders.clip_l.transformer.text_model.encoder.layers.3.self_attn.q_proj", "text_encoder", CLIP_Q),
+        ("lora_te2_encoder_block_3_layer_0_SelfAttention_q", "text_encoder_2", T5_Q),
+        ("lora_te3_encoder_block_3_layer_0_SelfAttention_q", "text_encoder_2", T5_Q),
+        ("text_encoder_2.encoder.block.3.layer.0.SelfAttention.q", "text_encoder_2", T5_Q),
+        ("text_encoders.t5xxl.transformer.encoder.block.3.layer.0.SelfAttention.q", "text_encoder_2", T5_Q),
+        ("text_encoder.layers.3.self_attn.q_proj", "text_encoder", QWEN_Q),
+        ("lora_te_model_layers_3_self_attn_q_proj", "text_encoder", QWEN_Q),
+        ("text_encoders.qwen3_4b.transformer.model.layers.3.self_attn.q_proj", "text_encoder", QWEN_Q),
+    ],
+)
+@pytest.mark.parametrize("ends", [(".lora_down.weight", ".lora_up.weight"), (".lora.down.weight", ".lora.up.weight")])
+def test_text_encoders(name: str, part: str, path: str, ends: tuple[str, str]) -> None:
+    if name.endswith("_lora"):
+        ends = (".down.weight", ".up.weight")
+    tensors = {**fill(lora_shapes({name: (8, 6)}, 2, *ends, alpha=True)), **pair(TO_Q)}
+    file = parse(tensors)
+    assert list(file.layers) == [TO_Q]
+    assert {part: list(layers) for part, layers in file.text.items()} == {part: [path]}
+    assert_same(changes(file.text[part]), {path: dense(tensors, *ends)[name]})
+    assert file.unmatched == ()
+
+
+def test_a_text_encoders_layer_that_none_of_them_has() -> None:
+    file = parse({**pair("lora_te2_text_model_encoder_layers_3_odd"), **pair(TO_Q)})
+    assert file.text == {}
+    assert len(file.unmatched) == 2
+
+
 # -- what is told -----------------------------------------------------------------------------------------------------
 
 
