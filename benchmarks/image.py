@@ -17,7 +17,7 @@ from benchmarks import gpu, table
 from benchmarks.encoders import with_text
 from benchmarks.energy import joules
 from benchmarks.errors import truth
-from benchmarks.plans import PLANS, Laid, SideBySide, empty_caches, what_ran
+from benchmarks.plans import PLANS, UNTIMED, Laid, SideBySide, empty_caches, what_ran
 from benchmarks.results import Results, Row
 from benchmarks.side import judge
 from benchmarks.sustained import spread_of
@@ -108,7 +108,8 @@ def measure(workload: Workload, size: given.Size, plans: list[str], pictures: in
                 laid[plan] = bench.lay(plan)
                 with laid[plan].context():
                     errors[plan], _ = reference.check(laid[plan].pipe)
-            drawn[plan].append(draw(laid[plan], {**call_arguments, "prompt": prompt(seed)}, seed))
+            if plan not in UNTIMED:
+                drawn[plan].append(draw(laid[plan], {**call_arguments, "prompt": prompt(seed)}, seed))
         except Exception as error:
             rows[plan].error = table.why(error)
             gpu.free()
@@ -119,7 +120,7 @@ def measure(workload: Workload, size: given.Size, plans: list[str], pictures: in
                 if plan in rows and rows[plan].error is None:
                     attempt(plan, seed)
         for plan, row in rows.items():
-            if row.error is None:
+            if row.error is None and plan not in UNTIMED:
                 _fill(row, drawn[plan][1:], workload.steps)
         judge(rows, errors, reference.stock_error)
         for plan, handle in bench.handles.items():

@@ -52,6 +52,20 @@ def test_rows_of_every_plan(tmp_path: Path) -> None:
         assert "not the picture" in row["checked"]
 
 
+@pytest.mark.usefixtures("tiny", "torchao")
+def test_fp8_is_held_against_a_peer_that_draws_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    line = ["image", "--model", "z-image-turbo", "--plans", "stock,torchao-fp8-eager,fp8", "--size", "64x48"]
+    result = CliRunner().invoke(app, [*line, "--pictures", "1", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    rows = {row["plan"]: row for row in json.loads(path.read_text())["rows"]}
+    peer, ours = rows["torchao-fp8-eager"], rows["fp8"]
+    assert not [row["error"] for row in rows.values() if "error" in row]
+    assert (peer["ms"], ours["ms"] > 0) == (None, True)
+    assert ours["peer_rel_error"] == peer["rel_error"]
+    assert ours["correct"] is (ours["rel_error"] <= peer["rel_error"])
+
+
 def test_no_plan_is_given_the_prompt_of_another_picture(workload: Workload) -> None:
     whole, prompt = encoders.with_text(workload)
     assert len({prompt(number) for number in range(5)}) == 5
