@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from fusedit.ops import _gluon, _hopper, _rows, _scaled_hopper_kernel, _triton
+from fusedit.ops import _gluon, _hopper, _rows, _scaled_ends, _scaled_hopper_kernel, _triton
 from fusedit.ops._build import Build
 from fusedit.ops._rows import cdiv
 from fusedit.ops._scaled_hopper_kernel import COLUMNS, ROWS, STEP
@@ -159,6 +159,28 @@ def into(
     for given, target in zip((y, g), targets, strict=True):
         if given is not None and target is not None and given is not target:
             given.copy_(target)
+
+
+_known: set[tuple[Any, ...]] = set()
+
+
+def make_ready(act: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Compiles both ways of an op at its first call whose kernel could serve another length, so that none does later."""
+    key = act, x.device.index, None if bias is None else bias.dtype
+    if key in _known or reason(x, weight) or torch.cuda.is_current_stream_capturing():
+        return
+    _known.add(key)
+    N = COLUMNS if act != "gelu" else 2 * COLUMNS
+    few, wide = x.new_zeros(1, 8, STEP), x.new_zeros(N, STEP)
+    scale, weight_scale = torch.ones(1, 8, device=x.device), torch.ones(N, device=x.device)
+    u = torch.zeros(1, 8, N, dtype=torch.bfloat16, device=x.device)
+    own = None if bias is None else bias.new_zeros(N)
+    if act == "none":
+        launch(act, few, scale, wide, weight_scale, own, u)
+        return
+    y, g = u[..., :COLUMNS].clone(), x.new_empty(1, 8, COLUMNS if act == "gelu" else COLUMNS // 2)
+    launch(act, few, scale, wide, weight_scale, own, y, g, scale, COLUMNS if act == "gelu" else 0)
+    _scaled_ends.finish(u[..., : g.shape[-1] * (2 if act == "swiglu" else 1)], scale, g, act == "swiglu")
 
 
 def _writable(t: Tensor) -> bool:

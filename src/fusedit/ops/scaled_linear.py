@@ -201,6 +201,8 @@ def scaled_linear(
         scaled_linear.ran["plain"] += 1
         return plain(x, x_scale, weight, weight_scale, bias, dtype, t, up, part, out=out)
     y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=DTYPES[dtype]) if out is None else out
+    if t is not None:
+        _scaled_hopper.make_ready("none", x, weight, bias)
     if backend.name == "hopper":
         scaled_linear.ran["hopper"] += 1
         _scaled_hopper.into("none", x, x_scale, weight, weight_scale, bias, y, None, None, 0, t, up, part)

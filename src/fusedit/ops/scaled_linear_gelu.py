@@ -233,6 +233,7 @@ def scaled_linear_gelu(
     scaled_linear_gelu.ran[name] += 1
     if name == "plain":
         return plain(x, x_scale, weight, weight_scale, bias, g_scale, start, dtype, t, up, part, out=out)
+    _scaled_hopper.make_ready("gelu", x, weight, bias)
     N = weight.shape[0]
     if out is None:
         y = x.new_empty((*x.shape[:-1], start), dtype=DTYPES[dtype])

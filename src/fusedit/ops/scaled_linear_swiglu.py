@@ -177,6 +177,7 @@ def scaled_linear_swiglu(
     scaled_linear_swiglu.ran[name] += 1
     if name == "plain":
         return plain(x, x_scale, weight, weight_scale, g_scale, t, up, part, out=out)
+    _scaled_hopper.make_ready("swiglu", x, weight, None)
     g = x.new_empty((*x.shape[:-1], weight.shape[0] // 2)) if out is None else out
     if name == "hopper":
         _scaled_hopper.into("swiglu", x, x_scale, weight, weight_scale, None, None, g, g_scale, 0, t, up, part)

@@ -59,7 +59,9 @@ def negated(op: Any) -> dict[str, bool]:
     def view(arg: Any) -> Any:
         if isinstance(arg, list):
             return [view(item) for item in arg]
-        return torch._neg_view(-arg) if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg
+        if not isinstance(arg, torch.Tensor) or arg.dtype is torch.float8_e4m3fn:  # which torch cannot negate
+            return arg
+        return torch._neg_view(-arg) if arg.is_floating_point() else arg
 
     views = [view(arg) for arg in args]
     pairs = zip(as_list(op(*views, **kwargs)), as_list(op(*args, **kwargs)), strict=True)
