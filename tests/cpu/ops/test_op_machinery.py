@@ -152,7 +152,7 @@ def test_opcheck(name: str, which: str) -> None:
     made = as_list(REGISTRY[name](*args, **kwargs))
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if all(t.dtype is not torch.float8_e4m3fn for t in (*args, *made) if isinstance(t, torch.Tensor)):
-        checks.append("test_schema")  # multiplies what it compares, and e4m3 cannot be multiplied; `verify` compares too
+        checks.append("test_schema")  # multiplies what it compares, which e4m3 cannot be; `verify` compares too
     torch.library.opcheck(getattr(torch.ops.fusedit, name).default, args, kwargs, test_utils=checks)
     outs = [torch.empty_like(t) for t in made]
     names = [f"out_{index}" for index in range(len(outs))]
