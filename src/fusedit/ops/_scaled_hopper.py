@@ -165,7 +165,7 @@ _known: set[tuple[Any, ...]] = set()
 
 
 def make_ready(act: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Compiles both ways of an op at its first call that the kernel could serve at some length: none is compiled later."""
+    """Compiles both ways of an op at its first call that the kernel could serve, so that no later length does."""
     key = act, x.device.index, None if bias is None else bias.dtype
     if key in _known or reason(x, weight) or torch.cuda.is_current_stream_capturing():
         return
