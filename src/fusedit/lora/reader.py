@@ -20,7 +20,7 @@ from fusedit.lora.placing import heights, place_layer, swap
 from fusedit.lora.twice import differ
 
 MOST_BYTES: Final = 4 << 30
-"""Of tensors that LoKr and LoHa layers become: low-rank ones of FLUX take some hundred MiB, whole ones 30 GiB."""
+"""Of tensors that LoKr and LoHa layers become: low-rank ones of FLUX take some hundred MiB, whole ones 47 GiB."""
 _ALIKE: Final = 1e-2
 """Relative difference up to which two copies of a layer, saved in bf16 apart from each other, count as the same."""
 

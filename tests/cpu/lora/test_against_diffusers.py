@@ -195,12 +195,14 @@ def test_stock_fails_on_two_underscores() -> None:
 
 
 def test_stock_drops_onetrainers_dora() -> None:
-    tensors = fill({"lora_transformer_transformer_blocks_0_attn_to_q.dora_scale": (1, HIDDEN)})
-    tensors |= fill(lora_shapes({"lora_transformer_transformer_blocks_0_attn_to_q": (HIDDEN, HIDDEN)}, 2, *KOHYA))
-    with pytest.raises(KeyError):  # it has no alpha; with one, stock reads a plain LoRA
-        FluxPipeline.lora_state_dict(dict(tensors))
+    name = "lora_transformer_transformer_blocks_0_attn_to_q"
+    tensors = fill(lora_shapes({name: (HIDDEN, HIDDEN)}, 2, *KOHYA, alpha=True))
+    tensors |= fill({f"{name}.dora_scale": (1, HIDDEN)})
+    state = FluxPipeline.lora_state_dict(dict(tensors))
+    assert {key.rpartition(".lora_")[2] for key in state} == {"A.weight", "B.weight"}
     layer = parse(tensors).layers["transformer_blocks.0.attn.to_q"]
     assert layer.magnitude is not None
+    assert torch.equal(layer.magnitude, tensors[f"{name}.dora_scale"])
 
 
 # -- alphas in metadata -----------------------------------------------------------------------------------------------
