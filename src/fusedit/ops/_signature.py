@@ -17,6 +17,7 @@ _SCHEMA: Final[Mapping[Any, str]] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     list[Tensor]: "Tensor[]",
+    list[Tensor] | None: "Tensor[]?",
     float: "float",
     float | None: "float?",
     int: "int",
