@@ -91,7 +91,7 @@ class Float8Linear(nn.Linear):
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] in this dtype."""
-        return (self.weight.float() * self.weight_scale[:, None]).to(dtype)
+        return (self.weight.detach().float() * self.weight_scale[:, None]).to(dtype)
 
     def _with_branches(self, y: Tensor, x: Tensor) -> Tensor:
         for pairs in self.branches.values():
@@ -148,13 +148,15 @@ class Float8Linear(nn.Linear):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or pickle is the stock layer where the original weight is there, else a Float8Linear."""
-        if self.original is None:
-            return super().__reduce_ex__(protocol)
-        state = {key: value for key, value in self.__dict__.items() if key not in _OWN}
+        state = dict(self.__dict__)
+        if self.original is None:  # as whole numbers: pickle does not know e4m3
+            codes = nn.Parameter(self.weight.data.view(torch.uint8), False)
+            state["_parameters"] = {**self._parameters, "weight": codes}
+            return _revived, (state, self.weight.requires_grad)
         weight = nn.Parameter(self.original.to(self.weight.device), self.weight.requires_grad)
         state["_parameters"] = {**self._parameters, "weight": weight}
         state["_buffers"] = {key: value for key, value in self._buffers.items() if key != "weight_scale"}
-        return _new_linear, (), state
+        return _new_linear, (), {key: value for key, value in state.items() if key not in _OWN}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, e4m3, {'activations too' if self.activations else 'weights only'}"
@@ -165,3 +167,12 @@ _OWN: Final = frozenset({"compute_dtype", "activations", "original", "branches"}
 
 def _new_linear() -> nn.Linear:
     return nn.Linear.__new__(nn.Linear)
+
+
+def _revived(state: dict[str, Any], requires_grad: bool) -> Float8Linear:
+    made = Float8Linear.__new__(Float8Linear)
+    made.__dict__.update(state)
+    made._parameters = dict(made._parameters)
+    codes = state["_parameters"]["weight"].data.view(CODES)
+    made._parameters["weight"] = nn.Parameter(codes, requires_grad)
+    return made

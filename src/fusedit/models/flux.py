@@ -111,20 +111,18 @@ class Flux(FusedModel):
 
     def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
         super().__init__(module, plan, counters)
-        self.norm = self.either(
-            "flux.norm_modulate", ops.layer_norm_modulate, getattr(ops, "layer_norm_modulate_fp8", ops.gelu_tanh)
-        )
+        self.norm = self.either("flux.norm_modulate", ops.layer_norm_modulate, ops.layer_norm_modulate_fp8)
         self.gate = self.site("flux.gated_residual", ops.gated_residual)
-        fused = ops.gated_residual_layer_norm, getattr(ops, "gated_residual_layer_norm_fp8", ops.gelu_tanh)
+        fused = ops.gated_residual_layer_norm, ops.gated_residual_layer_norm_fp8
         self.gate_norm = self.either("flux.gated_residual", *fused)
         self.rope = self.site("flux.qk_norm_rope", ops.qk_norm_rope)
         self.gelu = self.site("flux.gelu", ops.gelu_tanh)
         self.linear_gelu = self.site("flux.gelu", ops.linear_gelu)
         self.attention = self.site("flux.attention", ops.attention)
-        self.scaled_linear_gelu = self.site("flux.gelu", getattr(ops, "scaled_linear_gelu", ops.gelu_tanh))
+        self.scaled_linear_gelu = self.site("flux.gelu", ops.scaled_linear_gelu)
         self.row_bounds, self.scale_rows = (
-            self.uncounted(getattr(ops, "row_bounds", ops.gelu_tanh)),
-            self.uncounted(getattr(ops, "scale_rows", ops.gelu_tanh)),
+            self.uncounted(ops.row_bounds),
+            self.uncounted(ops.scale_rows),
         )
         self.bounds = Bounds(self.cache, gelu_bounds)
         self.limits = (self.bounds,)

@@ -93,18 +93,16 @@ class ZImage(FusedModel):
 
     def __init__(self, module: nn.Module, plan: Plan, counters: Counters) -> None:
         super().__init__(module, plan, counters)
-        self.norm = self.either(
-            "z_image.norm_modulate", ops.rms_norm_modulate, getattr(ops, "rms_norm_modulate_fp8", ops.gelu_tanh)
-        )
+        self.norm = self.either("z_image.norm_modulate", ops.rms_norm_modulate, ops.rms_norm_modulate_fp8)
         self.final_norm = self.site("z_image.norm_modulate", ops.layer_norm_modulate)
         self.gate = self.site("z_image.gated_residual", ops.rms_gated_residual)
-        fused = ops.rms_gated_residual_rms_norm, getattr(ops, "rms_gated_residual_rms_norm_fp8", ops.gelu_tanh)
+        fused = ops.rms_gated_residual_rms_norm, ops.rms_gated_residual_rms_norm_fp8
         self.gate_norm = self.either("z_image.gated_residual", *fused)
         self.rope = self.site("z_image.qk_norm_rope", ops.qk_norm_rope)
         self.swiglu = self.site("z_image.swiglu", ops.swiglu)
         self.linear_swiglu = self.site("z_image.swiglu", ops.linear_swiglu)
-        self.scaled_linear_swiglu = self.site("z_image.swiglu", getattr(ops, "scaled_linear_swiglu", ops.gelu_tanh))
-        self.row_bounds = self.uncounted(getattr(ops, "row_bounds", ops.gelu_tanh))
+        self.scaled_linear_swiglu = self.site("z_image.swiglu", ops.scaled_linear_swiglu)
+        self.row_bounds = self.uncounted(ops.row_bounds)
         self.limits = self.bounds, self.caption_bounds = tuple(Bounds(self.cache, swiglu_bounds) for _ in range(2))
         self.attention = self.site("z_image.attention", ops.attention)
         self.noise_refiner, self.context_refiner, self.layers = (
