@@ -21,6 +21,8 @@ import torch
 
 from fusedit.ops import _attention_fp8_kernel, _gluon, _rows, _triton
 from fusedit.ops._attention_fp8_kernel import HEAD, KEYS, QUERIES
+from fusedit.ops._attention_fp8_weights import EXACT
+from fusedit.ops._build import Build
 from fusedit.ops._fp8 import E4M3, E4M3_MAX, e4m3
 from fusedit.ops._rows import cdiv
 from fusedit.ops._triton import kernel, tl
@@ -34,19 +36,19 @@ _CONSTEXPRS: Final = {"D": HEAD, "BLOCK": KEYS, "SAMPLES": SAMPLES, "VEC": _VEC}
 
 
 class Variant(NamedTuple):
-    """How the kernel computes; see _attention_fp8_kernel.py."""
+    """How the kernel computes: see _attention_fp8_kernel.py, and _attention_fp8_weights.py for `left` and `right`."""
 
     int8: bool = False
-    left: int = _attention_fp8_kernel.EXACT
-    right: int = _attention_fp8_kernel.EXACT
+    left: int = EXACT
+    right: int = EXACT
     turns: bool = True
     apart: bool = True
     stages: int = 4
 
 
 class Quantised(NamedTuple):
-    """q8 [B H rows, 128, D], k8 [B H blocks, 128, D], v8 [B H, D, blocks 128] e4m3 with the keys in `order`; fp32 scales
-    q_scale [B H, rows 128] (with log2(e) times the softmax's) and scales [B H, blocks, 2] of k and v; mean [B H, D]."""
+    """q8 [B H rows, 128, D], k8 [B H blocks, 128, D], v8 [B H, D, blocks 128] e4m3 with the keys in `order`; in fp32
+    q_scale [B H, rows 128] (log2(e) times the softmax's in it), scales [B H, blocks, 2] of k and v, mean [B H, D]."""
 
     q8: Tensor
     k8: Tensor
@@ -90,7 +92,9 @@ def _codes(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @kernel
-def _tokens(x_ptr: tl.tensor, token: tl.tensor, T: tl.tensor, row: tl.tensor, D: tl.constexpr, VEC: tl.constexpr) -> Any:
+def _tokens(
+    x_ptr: tl.tensor, token: tl.tensor, T: tl.tensor, row: tl.tensor, D: tl.constexpr, VEC: tl.constexpr
+) -> Any:
     """Some tokens of one head in fp32, zeros from T on."""
     at = x_ptr + (token.to(tl.int64) * row * VEC)[:, None] + tl.arange(0, D)[None, :]
     return tl.load(at, mask=(token < T)[:, None], other=0.0).to(tl.float32)
@@ -215,7 +219,7 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, scale: float, *, int8: bool) -> Qu
 
 
 def attend(made: Quantised, T: int, o: Tensor, variant: Variant) -> None:
-    """Attention of what `quantise` made of T keys, into o [B,S,H,D] bf16, heads dense side by side, rows on 16 bytes."""
+    """Attention of what `quantise` made of T keys, into o [B,S,H,D] bf16: heads side by side, rows on 16 bytes."""
     B, S, H, _ = o.shape
     rows, blocks = cdiv(S, QUERIES), cdiv(T, KEYS)
     programs = min(_rows.multiprocessors(o.device.index or 0), B * H * rows)
@@ -243,12 +247,12 @@ def _descriptor(t: Tensor, rows: int) -> Any:
     return _gluon.descriptor_class(t, list(t.shape), list(t.stride()), block, layout)
 
 
-def reason(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why the kernels cannot take these at any length, or nothing."""
-    if _gluon.reason:
-        return _gluon.reason
+def reason(q: Tensor) -> str:
+    """Why the kernels cannot take queries q[B,S,H,D] at any length, or nothing."""
     if q.device.type != "cuda":
         return f"no kernels for device type {q.device.type}"
+    if _gluon.reason:
+        return _gluon.reason
     if _triton.capability(q.device.index or 0) != (9, 0):
         return f"written for compute capability 9.0, not {_triton.capability(q.device.index or 0)}"
     if q.dtype is not torch.bfloat16:
@@ -256,5 +260,28 @@ def reason(q: Tensor, k: Tensor, v: Tensor) -> str:
     if q.shape[-1] != HEAD:
         return f"takes heads of {HEAD}, not {q.shape[-1]}"
     if q.shape[0] * q.shape[2] > 65535:
-        return f"{q.shape[0] * q.shape[2]} heads are more than 65535"
-    return "" if _triton.status(q.device, q.dtype)[0] else _triton.status(q.device, q.dtype)[1]
+        return f"{q.shape[0]} times {q.shape[2]} heads are more than 65535"
+    return _triton.status(q.device, q.dtype)[1]
+
+
+def builds(variant: Variant) -> list[Build]:
+    code = "i8" if variant.int8 else "fp8e4nv"
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "o_ptr"), "*bf16")
+    types |= dict.fromkeys(("q_scale_ptr", "scale_ptr", "mean_ptr"), "*fp32")
+    types |= {"q8_ptr": f"*{code}", "k8_ptr": f"*{code}", "v8_ptr": "*fp8e4nv", "factor": "fp32"}
+    constexprs = {**_CONSTEXPRS, "LARGEST": INT8_MAX if variant.int8 else E4M3_MAX}
+    made = [Build.of(f"codes-{code}", _quantise, types, constexprs, 8, "no-spill")]
+    if _gluon.reason:
+        return made
+    element = _gluon.gl.int8 if variant.int8 else _gluon.gl.float8e4nv
+    for name, rows, kind, written in (
+        ("q_d", QUERIES // 2, element, code),
+        ("k_d", KEYS, element, code),
+        ("v_d", HEAD, _gluon.gl.float8e4nv, "fp8e4nv"),
+    ):
+        layout = _gluon.gl.NVMMASharedLayout.get_default_for([rows, 128], kind)
+        types[name] = f"tensordesc<{written}[{rows},128],{layout!r}>"
+    flags = variant._asdict()
+    del flags["int8"]
+    flags = {name.upper(): value for name, value in flags.items()}
+    return [*made, Build.of("hopper", _attention_fp8_kernel.attention, types, flags, 4, "no-spill", "descriptors")]

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from fusedit.ops._attention_fp8 import INT8_MAX, SAMPLES, TINY, Quantised, Variant, order
-from fusedit.ops._attention_fp8_kernel import EXACT, KEYS, QUADRATIC, QUERIES
-from fusedit.ops._fp8 import E4M3, E4M3_MAX, to_e4m3
+from fusedit.ops._attention_fp8_kernel import KEYS, QUERIES
+from fusedit.ops._attention_fp8_weights import EXACT, QUADRATIC
+from fusedit.ops._fp8 import E4M3_MAX, to_e4m3
 from fusedit.ops._rows import cdiv
 
 Tensor = torch.Tensor

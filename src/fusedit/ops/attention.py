@@ -68,20 +68,27 @@ def plain(
 def check(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None = None, scale: float | None = None
 ) -> tuple[torch.Size]:
-    _check.activation("attention", "q", q, "BSHD")
+    return checked("attention", q, k, v, key_mask, scale)
+
+
+def checked(
+    name: str, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float | None
+) -> tuple[torch.Size]:
+    """`check` for an op of this name with the arguments of attention."""
+    _check.activation(name, "q", q, "BSHD")
     B, _S, H, D = q.shape
-    _check.activation("attention", "k", k, "BTHD")
-    _check.like("attention", "k", k, q, (B, k.shape[1], H, D))
-    _check.like("attention", "v", v, q, k.shape)
+    _check.activation(name, "k", k, "BTHD")
+    _check.like(name, "k", k, q, (B, k.shape[1], H, D))
+    _check.like(name, "v", v, q, k.shape)
     if key_mask is not None:
         if not isinstance(key_mask, Tensor) or key_mask.dtype is not torch.bool:
-            raise OpError(f"attention: key_mask must be bool, True where a key counts, not {_check.show(key_mask)}")
+            raise OpError(f"{name}: key_mask must be bool, True where a key counts, not {_check.show(key_mask)}")
         if tuple(key_mask.shape) != (B, k.shape[1]) or key_mask.device != q.device:
             raise OpError(
-                f"attention: key_mask must be [B, T] = [{B}, {k.shape[1]}] on {q.device}, not {_check.show(key_mask)}"
+                f"{name}: key_mask must be [B, T] = [{B}, {k.shape[1]}] on {q.device}, not {_check.show(key_mask)}"
             )
     if scale is not None and (type(scale) is not float or not math.isfinite(scale)):
-        _check.number("attention", "scale", scale, "finite or None")
+        _check.number(name, "scale", scale, "finite or None")
     return (q.shape,)
 
 
@@ -145,7 +152,7 @@ def _bias(key_mask: Tensor, q: Tensor) -> Tensor:
     return padded[:, :T_].masked_fill_(~key_mask, float("-inf"))[:, None, None]
 
 
-def _lies_well(t: Tensor) -> Tensor:
+def lies_well(t: Tensor) -> Tensor:
     """[B,S,H,D] as it lies, or a dense copy where its rows are not dense or not on 16 bytes."""
     size = t.element_size()
     rows = all(n == 1 or s * size % 16 == 0 for n, s in zip(t.shape[:-1], t.stride()[:-1], strict=True))
@@ -310,7 +317,7 @@ def attention(
         attention.ran["plain"] += 1
         return plain(q, k, v, key_mask, scale, out=out)
     masked = key_mask is not None
-    lying = [_lies_well(t).transpose(1, 2) for t in (q, k, v)]
+    lying = [lies_well(t).transpose(1, 2) for t in (q, k, v)]
     bias = None if key_mask is None else _bias(key_mask, q)
     while True:
         try:
