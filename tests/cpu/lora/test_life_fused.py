@@ -145,6 +145,16 @@ def test_unloading_by_diffusers_keeps_the_effect_and_frees_the_copies_at_once() 
     assert len(references) > 0
 
 
+def test_scales_that_change_while_fused_do_not_matter_to_unfusing() -> None:
+    """Stock subtracts the new scale, not the one that it has added."""
+    pipe, _ = loaded(FLUX)
+    before = weights(pipe)
+    pipe.fuse_lora(lora_scale=0.5)
+    pipe.set_adapters(["a"], [2.0])
+    pipe.unfuse_lora()
+    assert changed(pipe, before) == []
+
+
 def test_weights_edited_while_fused_keep_the_edit_and_that_is_said() -> None:
     pipe, _ = loaded(FLUX, torch.float32)
     before = weights(pipe)
