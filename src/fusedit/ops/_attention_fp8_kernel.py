@@ -120,13 +120,13 @@ def _products(
         if TURNS:
             mbarrier.wait(turns.index(GROUP), turn)
             turn ^= 1
-        s = warpgroup_mma(q, keys.index(t).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        first = warpgroup_mma(q, keys.index(t).permute((1, 0)), nothing, use_acc=False, is_async=True)
         if TURNS:
             mbarrier.arrive(turns.index(1 - GROUP), count=1)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s,)).to(gl.float32)
-        s = gl.where((column < ends)[None, :], s, float("-inf"))
+        logits = warpgroup_mma_wait(num_outstanding=0, deps=(first,)).to(gl.float32)
+        logits = gl.where((column < ends)[None, :], logits, float("-inf"))
         start = gl.full([BM], float("-inf"), gl.float32, DOWN)
-        left, right, most, total = weights(s, q_scale * k_scale, start, LEFT, RIGHT)
+        left, right, most, total = weights(logits, q_scale * k_scale, start, LEFT, RIGHT)
         words = all_coded(left, right, LEFT, RIGHT)
         o = empty
         factor = gl.zeros([BM], gl.float32, DOWN)  # of o, to the level and the scale of what is added next
@@ -149,7 +149,7 @@ def _products(
                 part = warpgroup_mma(p, value, o, is_async=True)
             if TURNS:
                 mbarrier.arrive(turns.index(1 - GROUP), count=1)
-            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,)).to(gl.float32)
+            s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
             before = most
             left, right, most, more = weights(s, q_scale * k_scale, before, LEFT, RIGHT)
             mbarrier.wait(v_full.index(t), phase)

@@ -77,7 +77,7 @@ def attend(made: Quantised, T: int, o: Tensor, variant: Variant) -> None:
             x = q @ k[block].t() * (made.q_scale[head, :, None] * made.scales[head, block, 0])
             if block == blocks - 1:
                 x[:, T - block * KEYS :] = -torch.inf
-            before, most = most, torch.maximum(most, x.amax(1, keepdim=True))
+            before, most = most, torch.maximum(most, x.amax(1, keepdim=True).clamp_min(0.0))
             alpha = torch.exp2(before - most)
             half = KEYS // 2
             p = torch.cat([_weights(x[:, :half], most, variant.left), _weights(x[:, half:], most, variant.right)], 1)

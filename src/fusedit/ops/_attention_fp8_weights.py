@@ -70,26 +70,68 @@ def _added(h: gl.tensor) -> gl.tensor:
 
 
 @kernel
+def _floating(s: gl.tensor, times: gl.tensor, plus: gl.tensor) -> gl.tensor:
+    """s * times + plus of s[BM, 64], between 0 and 1, in 2^-15 as 16 bits: pairs [BM, 32]."""
+    left, right = s.reshape([BM, 32, 2]).split()
+    left, times = gl.broadcast(left, by_row(times, left))
+    left, plus = gl.broadcast(left, by_row(plus, left))
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 x, y; fma.rn.sat.f32 x, $1, $3, $4; fma.rn.sat.f32 y, $2, $3, $4;"
+        " add.rn.f32 x, x, 0f43800000; add.rn.f32 y, y, 0f43800000; prmt.b32 $0, x, y, 0x5410; }",
+        "=r,f,f,f,f",
+        [left, right, times, plus],
+        gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@kernel
+def _whole(x: gl.tensor) -> gl.tensor:
+    """To the nearest whole number; beyond those of 32 bits the last of them."""
+    return gl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], gl.int32, is_pure=True, pack=1)
+
+
+@kernel
+def _fixed(s: gl.tensor, scale: gl.tensor, most: gl.tensor, ABOVE: gl.constexpr) -> gl.tensor:
+    """s * scale - most + ABOVE of whole numbers s[BM, 64], 0 where it is less, in 2^-10 as 16 bits: pairs [BM, 32].
+
+    It is below 32, so that 26 bits of a word behind its point suffice, and no s is converted. All is counted from the
+    whole number nearest to the maximum. A step of s of more than ABOVE binades counts as so many.
+    """
+    TOP: gl.constexpr = int(ABOVE * 67108864.0)
+    times = gl.maximum(gl.minimum(_whole(scale * 67108864.0), TOP), 1)
+    step = times.to(gl.float32)
+    top = _whole(most * 67108864.0 / step)
+    least = top - (TOP / step).to(gl.int32)
+    left, right = s.reshape([BM, 32, 2]).split()
+    left, plus = gl.broadcast(left, by_row(TOP - top * times, left))  # modulo 2^32, as the product that it goes to
+    left, times = gl.broadcast(left, by_row(times, left))
+    left, least = gl.broadcast(left, by_row(least, left))
+    return gl.inline_asm_elementwise(
+        "{ .reg .s32 x, y; max.s32 x, $1, $5; max.s32 y, $2, $5; mad.lo.s32 x, x, $3, $4; mad.lo.s32 y, y, $3, $4;"
+        " prmt.b32 $0, x, y, 0x7632; }",
+        "=r,r,r,r,r,r",
+        [left, right, times, plus, least],
+        gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@kernel
 def _taken(s: gl.tensor, scale: gl.tensor, most: gl.tensor, KIND: gl.constexpr) -> gl.tuple:
     """256 * 2^(s * scale - most) of s[BM, 64]: as fp32 [BM, 64], or as pairs of f16 [BM, 32]; and its sums [BM, 4]."""
     if KIND == 0:
-        p = exp2(s * scale[:, None] - (most - 8.0)[:, None])
+        p = exp2(s.to(gl.float32) * scale[:, None] - (most - 8.0)[:, None])
         total = gl.sum(gl.sum(p.reshape([BM, 8, 4, 2]), axis=1), axis=2)
     else:
-        left, right = s.reshape([BM, 32, 2]).split()
         # Both kinds have the mean of the exact one: LINEAR is too large by 2^0.0575.
-        offset = 23.0 if KIND == 2 else 22.9425
-        left, times = gl.broadcast(left, by_row(scale * (1.0 / 32), left))
-        left, plus = gl.broadcast(left, by_row((offset - most) * (1.0 / 32), left))
-        p = gl.inline_asm_elementwise(
-            "{ .reg .f32 x, y; fma.rn.sat.f32 x, $1, $3, $4; fma.rn.sat.f32 y, $2, $3, $4;"
-            " add.rn.f32 x, x, 0f43800000; add.rn.f32 y, y, 0f43800000; prmt.b32 $0, x, y, 0x5410; }",
-            "=r,f,f,f,f",
-            [left, right, times, plus],
-            gl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        ABOVE: gl.constexpr = 23.0 if KIND == 2 else 22.9425
+        if s.dtype == gl.int32:
+            p = _fixed(s, scale, most, ABOVE)
+        else:
+            p = _floating(s, scale * (1.0 / 32), (ABOVE - most) * (1.0 / 32))
         if KIND == 2:
             # 2^(f - 1) / f of a mantissa f in [1, 2), about 1.435 - 0.667 f + 0.226 f^2.
             p = gl.inline_asm_elementwise(
@@ -115,9 +157,22 @@ def _taken(s: gl.tensor, scale: gl.tensor, most: gl.tensor, KIND: gl.constexpr) 
 
 
 @kernel
+def _top(s: gl.tensor) -> gl.tensor:
+    """The largest logit of each row, or 0: as whole numbers, three in an instruction, which orders fp32 above 0 too.
+
+    Keys without a mean of some have no row whose logits are all below 0, but for rounding, so 0 is never far above.
+    """
+    if s.dtype == gl.int32:
+        top = gl.maximum(gl.max(s, axis=1), 0).to(gl.float32)
+    else:
+        top = gl.maximum(gl.max(s.to(gl.int32, bitcast=True), axis=1), 0).to(gl.float32, bitcast=True)
+    return top
+
+
+@kernel
 def weights(s: gl.tensor, scale: gl.tensor, before: gl.tensor, LEFT: gl.constexpr, RIGHT: gl.constexpr) -> gl.tuple:
     """Weights of the left and the right half, the new maximum, sums [BM, 4] that are still to be added up."""
-    most = _larger(before, gl.max(s, axis=1) * scale)
+    most = _larger(before, _top(s) * scale)
     left, right = _halves(s)
     times = gl.convert_layout(scale, gl.SliceLayout(1, left.type.layout), assert_trivial=True)
     top = gl.convert_layout(most, gl.SliceLayout(1, left.type.layout), assert_trivial=True)
