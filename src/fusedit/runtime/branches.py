@@ -52,6 +52,15 @@ def split(layer: Any) -> Split | None:
     return Split(base, tuple(made))
 
 
+def split_for_packing(layer: Any) -> Split | None:
+    """`split` for one whose product others make: LoRAs that were fused beside e4m3 weights are to be added too."""
+    found = split(layer)
+    fused = None if found is None else found.base.__dict__.get("branches")
+    if found is None or not fused:
+        return found
+    return Split(found.base, (*(Branch(*pair) for pairs in fused.values() for pair in pairs), *found.branches))
+
+
 def _hooked(space: dict[str, Any]) -> bool:
     return bool(space["_forward_hooks"] or space["_forward_pre_hooks"] or "forward" in space or "_hf_hook" in space)
 

@@ -49,6 +49,8 @@ def state_of(module: nn.Module) -> Hashable:
         places += [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
         if type(child).__module__.startswith("peft."):
             settings.append(_adapter_state(space))
+        elif space.get("branches"):
+            settings.append(_branch_state(space["branches"]))
         elif isinstance(child, nn.Dropout) and child.p > 0:
             settings.append(child.training)
         stack += [c for c in space["_modules"].values() if c is not None]
@@ -82,6 +84,12 @@ def _backends() -> Hashable:
 def _adapter_state(space: dict[str, Any]) -> Hashable:
     names = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters", "use_dora", "lora_variant")
     return tuple((name, repr(space[name])) for name in names if name in space)
+
+
+def _branch_state(branches: dict[str, Any]) -> Hashable:
+    """LoRAs that were fused beside e4m3 weights: their matrices are no parameters."""
+    pairs = (pair for pairs in branches.values() for pair in pairs)
+    return tuple((down.data_ptr(), up.data_ptr(), scale) for down, up, scale in pairs)
 
 
 @dataclass

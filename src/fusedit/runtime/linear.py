@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedit.runtime import former
-from fusedit.runtime.branches import Split, split
+from fusedit.runtime.branches import Split, split_for_packing
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.homes import HOMES, MOVING, Home, is_home, sole_owner, storage_of, unpack
 
@@ -65,7 +65,7 @@ class PackedLinear:
 
     def parts(self) -> list[Split | None]:
         """The layers as they are at the moment, each with what LoRA adds to it."""
-        return [split(layer) for layer in self.layers()]
+        return [split_for_packing(layer) for layer in self.layers()]
 
     def whole(self, parts: Sequence[Split | None], *, offloaded: bool = False) -> Whole | None:
         """The packed weights of these parts, or None where the layers have to run one by one; counts which it was.
