@@ -6,7 +6,7 @@ FuseditError
 |   |-- PlanError                      unknown plan, rewrite, key or schema version
 |   |-- ModelNotFoundError             no embedded model, directory or hub id of that name
 |   |-- ArgumentError                  a size, step count, seed, guidance or prompt out of range
-|   |-- RestoreError                   the weights that an fp8 plan replaced are gone, so the pipeline cannot be restored
+|   |-- RestoreError                   the weights that an fp8 plan replaced are gone, or held by a hook
 |   |-- OutputError                    a place that cannot be written, or a file there that is not from fusedit
 |   |-- LoraError                      no LoRA file, a damaged one, or one for another model
 |   `-- MissingExtraError              an optional dependency is not installed
@@ -45,7 +45,7 @@ class ArgumentError(UsageError):
 
 
 class RestoreError(UsageError):
-    """The original weights were dropped, or are not what was converted. Nothing was changed."""
+    """The original weights were dropped, are not what was converted, or cannot be put back now. Nothing was changed."""
 
 
 class OutputError(UsageError):
@@ -53,7 +53,7 @@ class OutputError(UsageError):
 
 
 class LoraError(UsageError):
-    """A LoRA file is missing, damaged, refused or for another model, or nothing of it fits. The pipeline is unchanged."""
+    """A LoRA file is missing, damaged, refused or for another model, or nothing of it fits. Nothing was changed."""
 
 
 class MissingExtraError(UsageError):

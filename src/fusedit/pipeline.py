@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,14 @@ from fusedit import ops
 from fusedit.cache.prompts import PromptCache
 from fusedit.errors import PlanError, RestoreError, UnsupportedPipelineError
 from fusedit.float8 import conversion
-from fusedit.float8.conversion import check_originals, conversion_of, why_not_restorable
+from fusedit.float8.conversion import check_originals
+from fusedit.lora.record import notes as lora_notes
 from fusedit.models import FusedModel, registry
-from fusedit.models._converted import Precisions, precisions
+from fusedit.models._converted import precisions
 from fusedit.plan import Plan
 from fusedit.report import CacheReport, Refusal, Report, SiteReport
 from fusedit.runtime.inspect_module import Difference, compiled_by, inner_reason, quantised_by
-from fusedit.runtime.install import foreign_forward
+from fusedit.runtime.install import find, foreign_forward
 from fusedit.runtime.methods import replaced_method
 from fusedit.session import Session
 
@@ -85,6 +86,9 @@ class Handle:
                 notes.append(f"{where} was compiled after accelerate(); compiled calls run stock and are not counted")
             if self._active and session.module is not self._component(session.model):
                 notes.append(f"{'.'.join(session.model.path)} was replaced after accelerate(); the new one runs stock")
+        pipe = self._pipe()
+        if self._active and pipe is not None:
+            notes += lora_notes(pipe)
         if self._prompts is not None and self._prompts.displaced():
             notes.append(
                 "encode_prompt was replaced after accelerate(); prompts are kept only where ours is still called"
@@ -109,7 +113,8 @@ class Handle:
         """Make the pipeline bit for bit what it was. Calling it again does nothing.
 
         Raises:
-            RestoreError: the weights that the plan converted are gone; nothing was changed.
+            RestoreError: the weights that the plan converted are gone, or held by an offload hook; nothing was changed.
+            DeviceMemoryError: there is no room for them; nothing was changed.
         """
         self._let_go(())
 
@@ -119,7 +124,7 @@ class Handle:
             return
         pipe = self._pipe()
         self._check_restorable(kept)
-        for session in self._sessions:
+        for session in sorted(self._sessions, key=lambda session: not session.wanted):  # first those that may fail
             session.uninstall(pipe, keep_weights=session.module in kept)
         if self._prompts is not None:
             self._prompts.uninstall()
@@ -129,10 +134,24 @@ class Handle:
 
     def _check_restorable(self, kept: Collection[nn.Module] = ()) -> None:
         for session in self._sessions:
-            reason = None if session.module in kept or not session.wanted else why_not_restorable(session.module)
+            shared = self._others(session)
+            reason = None if session.module in kept or shared else session.why_not_restorable()
             if reason is not None:
                 name = ".".join(session.model.path)
                 raise RestoreError(f"the weights of {name} cannot be given back: {reason}; nothing was changed")
+
+    def _others(self, session: Session) -> bool:
+        """Whether other pipelines are accelerated on this session's module, which keeps its weights for them."""
+        fused = find(session.module)
+        return fused is not None and any(other is not session for other in fused.sessions.values())
+
+    def _take_up(self, pipe: DiffusionPipeline) -> None:
+        """Undo `_let_go`."""
+        _install(pipe, self._sessions)
+        if self._prompts is not None:
+            self._prompts.install()
+        self._active = True
+        _HANDLES[pipe] = self
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -141,24 +160,22 @@ class Handle:
         Where the plan converted weights, stock's come back for the block: for FLUX.1-dev that moves 22 GiB twice.
 
         Raises:
-            RestoreError: stock's weights are gone.
+            RestoreError: stock's weights are gone, or held by an offload hook; nothing was changed.
+            DeviceMemoryError: there is no room for them; nothing was changed.
         """
-        if self._active:
-            self._check_restorable()
-        parts: list[Session | PromptCache] = [*self._sessions]
-        if self._prompts is not None:
-            parts.append(self._prompts)
-        for session in self._sessions:
-            session.suspend()
-        for part in parts:
-            part.paused += 1
-        try:
+        with ExitStack() as stack:
+            for session in self._sessions if self._active else ():
+                session.suspend()
+                stack.callback(session.resume)
+            if self._prompts is not None:
+                prompts = self._prompts
+                prompts.paused += 1
+                stack.callback(lambda: setattr(prompts, "paused", prompts.paused - 1))
             yield
-        finally:
-            for part in parts:
-                part.paused -= 1
-            for session in self._sessions:
-                session.resume()
+
+    def _keeps(self, originals: str) -> bool:
+        """Whether originals lie where they are asked for, if any layer has one."""
+        return all(session.fits_with(originals) for session in self._sessions)
 
     def _component(self, model: FusedModel) -> Any:
         return _component(self._pipe(), model.path)
@@ -212,7 +229,7 @@ def accelerate(
     _check_names(chosen)
     check_originals(originals)
     current = _HANDLES.get(pipe)
-    if current is not None and current.plan == chosen and current._is_current(pipe):
+    if current is not None and current.plan == chosen and current._is_current(pipe) and current._keeps(originals):
         return current
     sessions: list[Session] = []
     refusals: list[Refusal] = []
@@ -222,7 +239,7 @@ def accelerate(
         module = _component(pipe, model.path)
         if module is None or not _served(module, model):
             continue
-        precision = _precision(module, model, chosen, current)
+        precision = precisions(module, model, chosen, others=_others(pipe, module), originals=originals)
         reason = _refusal(pipe, module, model) or precision.blocking
         rewrites = model.rewrites_of(chosen)
         off = [rewrite.name for rewrite in rewrites if not chosen.enabled(rewrite.name, rewrite.tier)]
@@ -232,12 +249,21 @@ def accelerate(
                 blocking.append(reason)
         else:
             refusals += [Refusal(name, "switched off by the plan") for name in off]
-            refusals += precision.refused
+            refusals += [Refusal(name, why) for name, why in precision.refused.items() if name not in off]
             notes += precision.notes(".".join(model.path))
         wanted = len(off) < len(rewrites)
         if wanted and (reason is None or (_overflows(module, model) and _reachable(pipe, module, model))):
             chosen_layers = {} if reason is not None else precision.wanted
-            sessions.append(Session(model, module, chosen, refused=reason, wanted=chosen_layers, originals=originals))
+            session = Session(
+                model,
+                module,
+                chosen,
+                refused=reason,
+                wanted=chosen_layers,
+                originals=originals,
+                without=precision.refused,
+            )
+            sessions.append(session)
             notes += model.notes if reason is None else ()
         elif _overflows(module, model):
             name = ".".join(model.path)
@@ -263,9 +289,15 @@ def accelerate(
             f"{type(pipe).__name__} cannot be accelerated: {blocking[0]} "
             f"(supported pipelines: {supported}; strict=False accelerates what it can and reports the rest)"
         )
+    _check_given_up(sessions)
     if current is not None:
-        current._let_go([session.module for session in sessions if _stays(session)])
-    _install(pipe, sessions)
+        current._let_go([session.module for session in sessions if session.fits()])
+    try:
+        _install(pipe, sessions)
+    except BaseException:
+        if current is not None:
+            current._take_up(pipe)
+        raise
     prompts = _keep_prompts(pipe, chosen, notes)
     handle = Handle(pipe, chosen, sessions, prompts, refusals, notes)
     _HANDLES[pipe] = handle
@@ -307,15 +339,22 @@ def _without_kernels(session: Session) -> list[str]:
     return [] if usable else [f"{'.'.join(session.model.path)}: ops run plain torch ({reason})"]
 
 
-def _precision(module: nn.Module, model: type[FusedModel], plan: Plan, current: Handle | None) -> Precisions:
-    ours = current is not None and any(s.module is module and s.wanted for s in current._sessions)
-    return precisions(module, model, plan, ours=ours)
+def _others(pipe: DiffusionPipeline, module: nn.Module) -> bool:
+    """Whether other pipelines are accelerated on this module."""
+    fused = find(module)
+    return fused is not None and any(other is not pipe for other in list(fused.sessions))
 
 
-def _stays(session: Session) -> bool:
-    """Whether the weights of a module are converted already as this session wants them."""
-    made = conversion_of(session.module)
-    return made is not None and dict(made.wanted) == dict(session.wanted) and made.originals == session.originals
+def _check_given_up(sessions: list[Session]) -> None:
+    """Refuse a plan that needs weights which a former one gave up, before anything is changed."""
+    for session in sessions:
+        reason = None if session.fits() else conversion.why_not_restorable(session.module)
+        if reason is not None:
+            how = "" if session.wanted != conversion.wanted_of(session.module) else ", or give originals='drop' again"
+            raise RestoreError(
+                f"this plan needs the original weights of {'.'.join(session.model.path)}, and {reason}{how}; nothing "
+                "was changed"
+            )
 
 
 def _component(pipe: Any, path: tuple[str, ...]) -> Any:

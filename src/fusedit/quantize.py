@@ -74,10 +74,14 @@ def quantize(
         )
     if conversion.conversion_of(module) is not None:
         raise UnsupportedPipelineError(f"{model!r} is quantised already; give the model that it was made of")
-    wanted = precisions(module, served, chosen, ours=False).wanted
+    found = precisions(module, served, chosen)
+    wanted = found.wanted
+    if not wanted:
+        reason = found.blocking or next(iter(found.kept.values()), "it has no linear layers")
+        raise PlanError(f"this plan quantises nothing of {model!r} ({reason}); give fp8")
     before = _bytes(module)
     start = time.perf_counter()
-    conversion.convert(module, wanted, "drop", device=_device(), progress=progress)
+    conversion.convert(module, wanted, "drop", device=_device(), progress=progress, undo=False)
     converted = time.perf_counter() - start
     checkpoint.save(pipe, out)
     kept = sum(isinstance(layer, torch.nn.Linear) for layer in module.modules()) - len(wanted)

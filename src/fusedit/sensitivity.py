@@ -122,9 +122,9 @@ def sensitivity(
         raise UnsupportedPipelineError(f"{type(pipe).__name__} has no transformer that a file of fusedit.models serves")
     if conversion_of(module) is not None:
         raise UnsupportedPipelineError("the transformer's weights are e4m3 already; give the model with its own")
-    found = precisions(module, model, chosen, ours=False)
-    if found.blocking or found.refused:
-        raise UnsupportedPipelineError(found.blocking or found.refused[0].reason)
+    found = precisions(module, model, chosen)
+    if found.blocking or not (found.wanted or found.kept):
+        raise UnsupportedPipelineError(found.blocking or next(iter(found.refused.values())))
     if not found.wanted:
         raise PlanError("this plan makes no layer e4m3, so there is nothing to measure; give fp8")
     layers = {path: layer for path, layer in linear_layers(module) if path in found.wanted}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from fusedit.errors import UsageError
-from fusedit.float8.conversion import conversion_of, convert, restore
+from fusedit.float8 import conversion
+from fusedit.lora import fused as fused_loras
 from fusedit.models import FusedModel
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
@@ -30,6 +31,20 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
+def _foreign_weights(module: nn.Module) -> bool:
+    """Whether an accelerated pipeline, not the user, put e4m3 weights there."""
+    made = conversion.conversion_of(module)
+    return made is not None and made.originals != "checkpoint"
+
+
+def _abandoned(module: nn.Module) -> None:
+    if _foreign_weights(module):
+        raise UsageError(
+            f"the weights of this {type(module).__name__} were made e4m3 for an accelerated pipeline that is gone; "
+            "call fusedit.accelerate() on this one, with plan 'fp8' or, for the original weights, 'exact'"
+        )
+
+
 class Session:
     """The life of one rewrite set on one module for one pipeline.
 
@@ -40,6 +55,7 @@ class Session:
         refused: why every call is left to stock, if so; then the module need not be what `model` knows.
         wanted: path -> precision of the linear layers that are to be e4m3.
         originals: where their weights go, see `fusedit.float8.conversion`.
+        without: rewrites of the plan that do not apply here.
     """
 
     def __init__(
@@ -51,23 +67,43 @@ class Session:
         refused: str | None = None,
         wanted: Mapping[str, str] | None = None,
         originals: str = "cpu",
+        without: Collection[str] = (),
     ) -> None:
         self.module = module
         self.refused = refused
         self.wanted, self.originals = wanted or {}, originals
         self.counters = Counters()
         self.model = model(module, plan, self.counters)
-        self.rewrites = [] if refused else [r for r in model.rewrites_of(plan) if plan.enabled(r.name, r.tier)]
+        on = [r for r in model.rewrites_of(plan) if plan.enabled(r.name, r.tier) and r.name not in without]
+        self.rewrites = [] if refused else on
         self._form = None if refused else model.form_of(module)
+        self._takes_loras = model.denoiser and not refused
         self.paused = 0
         self.called = False
         self._forward: FusedForward | None = None
 
     def install(self, pipe: Any) -> None:
-        if self.wanted and conversion_of(self.module) is None:
-            convert(self.module, self.wanted, self.originals)
+        """Convert what is to be converted, then take the forward; nothing is changed where the former fails."""
+        if not self.fits() and conversion.conversion_of(self.module) is not None:
+            conversion.restore(self.module)  # of a pipeline that is gone
+        if self.wanted and conversion.conversion_of(self.module) is None:
+            conversion.convert(self.module, self.wanted, self.originals)
         self._forward = install(self.module)
+        self._forward.abandoned = _abandoned
         self._forward.sessions[pipe] = self
+        if self._takes_loras:
+            fused_loras.install(self.module)
+
+    def fits(self) -> bool:
+        """Whether the weights are what this session wants, and their originals where it wants them."""
+        return self.fits_with(self.originals)
+
+    def fits_with(self, originals: str) -> bool:
+        """The same, but for where the originals are to be."""
+        made = conversion.conversion_of(self.module)
+        if made is None:
+            return not self.wanted or conversion.suspended(self.module)
+        return dict(made.wanted) == dict(self.wanted) and made.originals in (originals, "checkpoint")
 
     def installed(self, pipe: Any) -> bool:
         fused = find(self.module)
@@ -81,9 +117,26 @@ class Session:
 
         Raises:
             RestoreError: the weights cannot be given back; nothing was changed.
+            DeviceMemoryError: there is no room for them; nothing was changed.
         """
-        self.model.forget()
         fused = self._forward or find(self.module)
+        if fused is not None and not any(session is not self for session in fused.sessions.values()):
+            given_back = self.wanted and not keep_weights
+            if given_back:
+                conversion.check_restorable(self.module)
+            self.unpack()
+            if self._takes_loras:
+                fused_loras.uninstall(self.module)  # before the layers go whose branches fused ones are
+            if given_back:
+                try:
+                    conversion.restore(self.module)
+                except BaseException:
+                    if self._takes_loras:
+                        fused_loras.install(self.module)
+                    raise
+        elif fused is not None and self._takes_loras:
+            fused_loras.uninstall(self.module)
+        self.model.forget()
         self._forward = None
         if fused is None:
             return
@@ -91,25 +144,29 @@ class Session:
             fused.sessions.pop(pipe, None)
         if not fused.sessions:
             uninstall(fused)
-            self.unpack()
-            if not keep_weights and self.restorable():
-                restore(self.module)
 
-    def restorable(self) -> bool:
-        """Whether the module's weights were converted by an accelerated pipeline and can be given back."""
-        made = conversion_of(self.module)
-        return made is not None and made.restorable
+    def why_not_restorable(self) -> str | None:
+        """Why stock's weights cannot be had, or None."""
+        return conversion.why_not_restorable(self.module) if self.wanted else None
 
     def suspend(self) -> None:
-        """Stock's weights for a while, where they were converted."""
-        if self.wanted and not self.paused:
+        """Stock's weights for a while, where they were converted.
+
+        Raises:
+            RestoreError: they cannot be had; nothing was changed.
+            DeviceMemoryError: there is no room for them; nothing was changed.
+        """
+        if self.wanted:
             self.unpack()
-            restore(self.module)
+            conversion.suspend(self.module)
+        self.paused += 1
 
     def resume(self) -> None:
         """The converted weights again, of what the layers hold by now."""
-        if self.wanted and not self.paused:
-            convert(self.module, self.wanted, self.originals)
+        self.paused -= 1
+        if self.wanted:
+            self.unpack()
+            conversion.resume(self.module)
 
     def unpack(self) -> None:
         """Give packed parameters their own storage again; a later call packs them once more."""
@@ -122,7 +179,7 @@ class Session:
         Raises:
             UsageError: it would find converted weights in the place of its own.
         """
-        if self.wanted and self.restorable():
+        if self.wanted and _foreign_weights(self.module):
             raise UsageError(
                 f"this {name} shares its {'.'.join(self.model.path)} with an accelerated pipeline whose plan made the "
                 "weights e4m3; accelerate it with the same plan, or restore() the other one"
@@ -133,6 +190,11 @@ class Session:
         """One forward: fused where it may, else stock with the reason counted."""
         if self.paused:
             return stock(*args, **kwargs)
+        if self.wanted and conversion.conversion_of(self.module) is None:
+            raise UsageError(
+                f"the weights of {'.'.join(self.model.path)} are stock's at the moment, since another pipeline that "
+                "shares them is paused, or could not convert them again; leave its paused() block or accelerate anew"
+            )
         self.called = True
         reason = self._why_stock(args, kwargs)
         if reason is not None:
@@ -141,6 +203,10 @@ class Session:
         self.model.cache.begin(run)
         with torch.no_grad():
             return self.model.forward(*args, **kwargs)
+
+    def copied_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What a copy of the module gets for its attributes."""
+        return conversion.copied_state(self.module, state)
 
     def _names(self) -> list[str]:
         return [rewrite.name for rewrite in self.rewrites]

@@ -2,32 +2,31 @@
 
 One conversion a module, however many pipelines share it. Where the weights go that it replaces is the caller's choice:
 `cpu` keeps them beside the layers, `reload` reads them again from where the model came from and checks that they are
-the same, `drop` gives them up.
+the same, `drop` gives them up. Whatever fails on the way there or back, the module is what it was before.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from fusedit.cache.checksum import checksums
-from fusedit.errors import ArgumentError, RestoreError
+from fusedit.errors import ArgumentError, DeviceMemoryError, RestoreError
 from fusedit.float8 import mark
 from fusedit.float8.linear import Float8Linear, quantise_weight
-from fusedit.float8.source import Source
+from fusedit.float8.source import Elsewhere, Source
 from fusedit.progress import Progress
-from fusedit.runtime.inspect_module import offload_hook
 
 ORIGINALS: Final = ("cpu", "reload", "drop")
 CAPABILITY: Final = (8, 9)
 """The first compute capability with products of e4m3."""
 _CONVERSIONS: weakref.WeakKeyDictionary[nn.Module, Conversion] = weakref.WeakKeyDictionary()
+_SUSPENDED: weakref.WeakKeyDictionary[nn.Module, Suspended] = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -38,22 +37,43 @@ class Conversion:
         wanted: path -> `fp8` or `weights`, of every layer that was converted.
         originals: one of ORIGINALS, or `checkpoint` where the weights were e4m3 when they were loaded.
         source: where the originals are read from again, for `reload`.
-        sums: of each original weight, to tell whether it came back the same.
     """
 
     wanted: Mapping[str, str]
     originals: str
     source: Source | None = None
-    sums: dict[str, int] = field(default_factory=dict)
 
     @property
     def restorable(self) -> bool:
         return self.originals in ("cpu", "reload")
 
 
+@dataclass
+class Suspended:
+    """A conversion that is undone for a while.
+
+    Attributes:
+        made: what is to be made again.
+        branches: path -> LoRAs that were fused into the layer, and the weight without them.
+        count: how many asked for it and have not taken that back.
+    """
+
+    made: Conversion
+    branches: dict[str, tuple[Any, torch.Tensor]]
+    count: int = 1
+
+
 def conversion_of(module: nn.Module) -> Conversion | None:
     """The conversion of this module, or None for one whose layers are stock's."""
-    return _CONVERSIONS.get(module)
+    made = _CONVERSIONS.get(module)
+    if made is None and mark.there(module):  # a copy of a module whose originals are gone
+        found = {path: "fp8" if layer.activations else "weights" for path, layer in layers_of(module)}
+        if found:
+            mark_loaded(module, found)
+        else:
+            mark.take(module)
+        made = _CONVERSIONS.get(module)
+    return made
 
 
 def mark_loaded(module: nn.Module, wanted: Mapping[str, str]) -> None:
@@ -87,18 +107,29 @@ def refusal(module: nn.Module) -> str | None:
         return "weights are moved layer by layer (sequential offload); accelerate the pipeline before enabling it"
     if any(p.is_inference() for p in module.parameters()):
         return "weights loaded under inference_mode cannot be converted"
-    if offload_hook(module) and _streamed(module):
-        return "group offload with streams holds copies of the weights; accelerate the pipeline before enabling it"
+    if _streamed(module):
+        return "group offload holds copies of the weights; accelerate the pipeline before enabling it"
     return None
 
 
 def _streamed(module: nn.Module) -> bool:
+    """Whether group offload holds copies of the weights, which it brings back at the next call."""
     for child in module.modules():
         registry: Any = child.__dict__.get("_diffusers_hook")
         for hook in getattr(registry, "hooks", {}).values():
-            if getattr(getattr(hook, "group", None), "cpu_param_dict", None):
+            group = getattr(hook, "group", None)
+            if getattr(group, "cpu_param_dict", None) or getattr(group, "offload_to_disk_path", None):
                 return True
     return False
+
+
+def why_held(module: nn.Module) -> str | None:
+    """Why the weights of a converted module cannot be replaced at the moment, or None."""
+    if any(p.is_meta for p in module.parameters()):
+        return "they are moved layer by layer (sequential offload); call pipe.remove_all_hooks() first"
+    if _streamed(module):
+        return "group offload holds copies of them; take it off the transformer first"
+    return None
 
 
 def layers_of(module: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
@@ -115,41 +146,94 @@ def convert(
     *,
     device: torch.device | None = None,
     progress: Progress | None = None,
+    undo: bool = True,
 ) -> Conversion:
-    """Make the layers of `wanted` e4m3, in place.
+    """Make the layers of `wanted` e4m3, in place; all of them or, where anything fails, none.
 
     Args:
+        module: none of these layers is converted yet.
         wanted: path -> `fp8` (activations too) or `weights`.
         originals: one of ORIGINALS.
         device: where weights are quantised; None: where they lie.
         progress: told of every layer.
+        undo: False lets go of each weight at once under `drop` and `reload`, so that a failure leaves a module that is
+            of no use; else all weights are held, on a GPU with no room for that on the CPU, until the last is done.
 
     Raises:
         ArgumentError: `reload`, and the module does not say where it was loaded from.
-        DeviceMemoryError: there is no room for the temporaries of the largest layer; nothing was changed.
+        DeviceMemoryError: there is no room; nothing was changed.
     """
     source = Source.of(module) if originals == "reload" else None
-    layers: dict[str, nn.Linear] = {}
+    layers = _stock_layers(module, wanted)
+    roomy = undo and originals != "cpu" and _room_for_codes(list(layers.values()))
+    progress = progress or Progress()
+    progress.begin("quantising", len(layers))
+    held: dict[str, torch.Tensor] = {}
+    failure = None
+    try:
+        with torch.no_grad(), torch.inference_mode(False):
+            if layers:
+                largest = max(layers.values(), key=lambda layer: layer.weight.numel()).weight
+                quantise_weight(largest if device is None else largest.to(device))  # room for all the others
+            for path, layer in layers.items():
+                progress.picture(path)
+                weight = layer.weight.data
+                elsewhere = None if source is None else Elsewhere.of(source, path, weight)
+                if undo and originals != "cpu":
+                    held[path] = weight if roomy else weight.to("cpu")
+                keep = originals == "cpu"
+                made = Float8Linear.convert(layer, activations=wanted[path] == "fp8", keep=keep, device=device)
+                made.elsewhere = elsewhere
+                progress.finish_picture()
+    except BaseException as error:
+        _take_back(layers, held)
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        failure = str(error).split(". ")[0]
+    if failure is not None:  # out here, where no traceback holds tensors
+        raise DeviceMemoryError(
+            f"the weights of {type(module).__name__} cannot be converted ({failure}); nothing was changed, free some "
+            "memory or call pipe.enable_model_cpu_offload() first"
+        )
+    conversion = Conversion(dict(wanted), originals, source)
+    _CONVERSIONS[module] = conversion
+    mark.put(module, conversion.wanted)
+    return conversion
+
+
+def _stock_layers(module: nn.Module, wanted: Mapping[str, str]) -> dict[str, nn.Linear]:
+    """Those of the wanted layers that are stock's, by stock's path."""
+    layers = {}
     for path, layer in module.named_modules():
         plain = path.replace(".base_layer", "")
         if type(layer) is nn.Linear and plain in wanted and ".lora_" not in path:
             layers[plain] = layer
-    if layers:
-        largest = max(layers.values(), key=lambda layer: layer.weight.numel()).weight
-        quantise_weight(largest if device is None else largest.to(device))  # room for all the others
-    made = Conversion(dict(wanted), originals, source)
-    progress = progress or Progress()
-    progress.begin("quantising", len(layers))
+    return layers
+
+
+def _room_for_codes(layers: list[nn.Linear]) -> bool:
+    """Whether codes and weights of all layers can lie beside each other for a moment."""
+    if not layers or not layers[0].weight.is_cuda:
+        return True
+    device = layers[0].weight.device
+    free, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached > 1.2 * sum(layer.weight.numel() for layer in layers)
+
+
+def _take_back(layers: Mapping[str, nn.Linear], held: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad(), torch.inference_mode(False):
-        if source is not None:
-            made.sums = {path: checksums([layer.weight])[0] for path, layer in layers.items()}
         for path, layer in layers.items():
-            progress.picture(path)
-            Float8Linear.convert(layer, activations=wanted[path] == "fp8", keep=originals == "cpu", device=device)
-            progress.finish_picture()
-    _CONVERSIONS[module] = made
-    mark.put(module, made.wanted)
-    return made
+            if isinstance(layer, Float8Linear):
+                weight = held.get(path, layer.original)
+                if weight is not None:
+                    layer.revert(weight)
+
+
+def wanted_of(module: nn.Module) -> dict[str, str]:
+    """Path -> precision of every layer that is e4m3 now."""
+    made = conversion_of(module)
+    return {} if made is None else dict(made.wanted)
 
 
 def why_not_restorable(module: nn.Module) -> str | None:
@@ -162,40 +246,135 @@ def why_not_restorable(module: nn.Module) -> str | None:
     return "its originals were dropped (originals='drop'); load the model again for them"
 
 
-def restore(module: nn.Module) -> None:
-    """Give every converted layer its original weight again.
+def check_restorable(module: nn.Module) -> None:
+    """Prove that `restore` would succeed, but for want of memory.
 
     Raises:
-        RestoreError: the originals are gone, or what was read again is not the same; nothing was changed.
+        RestoreError: the originals are gone, have changed in their files, or the weights are held by an offload hook.
     """
+    if conversion_of(module) is None:
+        return
+    reason = why_not_restorable(module) or why_held(module)
+    if reason is not None:
+        raise RestoreError(
+            f"the weights of {type(module).__name__} cannot be given back: {reason}; nothing was changed"
+        )
+    for _, layer in layers_of(module):
+        if layer.original is None and layer.elsewhere is not None:
+            layer.elsewhere()
+
+
+def restore(module: nn.Module) -> None:
+    """Give every converted layer its original weight again, in the compute dtype; all of them or none.
+
+    Raises:
+        RestoreError: see `check_restorable`.
+        DeviceMemoryError: there is no room for them.
+    """
+    _SUSPENDED.pop(module, None)
     made = conversion_of(module)
     if made is None:
         return
-    reason = why_not_restorable(module)
-    if reason is not None:
-        raise RestoreError(f"the weights of {type(module).__name__} cannot be given back: {reason}")
-    layers = dict(layers_of(module))
-    weights = {path: layer.original for path, layer in layers.items()}
-    if made.source is not None:
-        lost = {path: made.source.weight(path) for path, weight in weights.items() if weight is None}
-        _check(type(module).__name__, made, lost)
-        weights |= lost
-    with torch.no_grad(), torch.inference_mode(False):
-        for path, layer in layers.items():
-            weight = weights[path]
-            # Codes that were loaded into the layer after its conversion have no other original.
-            layer.revert(layer.dequantised(layer.compute_dtype) if weight is None else weight)
+    check_restorable(module)
+    done: list[Callable[[], None]] = []
+    failure = None
+    try:
+        with torch.no_grad(), torch.inference_mode(False):
+            for _, layer in list(layers_of(module)):
+                first = layer.first()
+                # Codes that were loaded into the layer after its conversion have no other original.
+                weight = layer.dequantised(layer.compute_dtype) if first is None else first
+                again = _again(layer)
+                layer.revert(weight)
+                done.append(again)
+    except BaseException as error:
+        for again in reversed(done):
+            again()
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        failure = str(error).split(". ")[0]
+    if failure is not None:
+        raise DeviceMemoryError(
+            f"there is no room for the original weights of {type(module).__name__} ({failure}); nothing was changed, "
+            "call pipe.to('cpu') before restore()"
+        )
     del _CONVERSIONS[module]
     mark.take(module)
 
 
-def _check(name: str, made: Conversion, weights: Mapping[str, torch.Tensor | None]) -> None:
-    for path, weight in weights.items():
-        if weight is None or checksums([weight])[0] != made.sums[path]:
-            raise RestoreError(
-                f"the weights of {name} cannot be given back: {path}.weight of {made.source} is not what was "
-                "converted; put the former files there again"
-            )
+def _again(layer: Float8Linear) -> Callable[[], None]:
+    """What makes a layer, which is to be reverted now, what it is."""
+    own = {name: getattr(layer, name) for name in ("original", "elsewhere", "branches")}
+    activations, dtype = layer.activations, layer.compute_dtype
+    # Else the weight that the reverted layer has is the one.
+    first = layer.original if layer.elsewhere is not None or not layer.branches else layer.dequantised(dtype)
+
+    def again() -> None:
+        weight = own["elsewhere"]() if first is None and own["elsewhere"] is not None else first
+        if weight is not None:
+            layer.weight.data = weight.to(layer.weight.device)
+        made = Float8Linear.convert(layer, activations=activations, keep=False)
+        made.compute_dtype = dtype
+        made.__dict__.update(own)
+
+    return again
+
+
+def suspend(module: nn.Module) -> None:
+    """Stock's weights until `resume` was called as often.
+
+    Raises:
+        RestoreError: see `check_restorable`.
+        DeviceMemoryError: there is no room for them.
+    """
+    waiting, made = _SUSPENDED.get(module), conversion_of(module)
+    if waiting is not None:
+        waiting.count += 1
+    elif made is not None:
+        check_restorable(module)
+        branches = {}
+        for path, layer in layers_of(module):
+            first = layer.first() if layer.branches else None
+            if first is not None:
+                branches[path] = (layer.branches, first)
+        restore(module)
+        _SUSPENDED[module] = Suspended(made, branches)
+
+
+def resume(module: nn.Module) -> None:
+    """Take one `suspend` back; the last one converts again what the layers hold by now. Nothing, if it was restored.
+
+    Raises:
+        DeviceMemoryError: there is no room for that; the weights are stock's.
+    """
+    waiting = _SUSPENDED.get(module)
+    if waiting is None:
+        return
+    waiting.count -= 1
+    if waiting.count:
+        return
+    del _SUSPENDED[module]
+    layers = _stock_layers(module, waiting.made.wanted)
+    for path, (_, weight) in waiting.branches.items():
+        if path in layers:
+            layers[path].weight.data = weight.to(layers[path].weight)
+    convert(module, waiting.made.wanted, waiting.made.originals)
+    for path, layer in layers_of(module):
+        if path in waiting.branches:
+            layer.branches = waiting.branches[path][0]
+
+
+def suspended(module: nn.Module) -> bool:
+    """Whether stock's weights are there for a while only."""
+    return module in _SUSPENDED
+
+
+def copied_state(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that a copy of this module gets: without the mark where its layers are stock's."""
+    made = conversion_of(module)
+    if made is None or not all(layer.original is not None or layer.elsewhere for _, layer in layers_of(module)):
+        return state
+    return mark.without(state)
 
 
 def summary(module: nn.Module) -> list[str]:

@@ -1,11 +1,13 @@
 """Float8Linear: a linear layer whose weight is e4m3 with one fp32 scale an output, made in place of an nn.Linear.
 
 The layer stays the object it was, and so does its parameter: hooks, LoRA layers around it and lists of parameters keep
-what they have. What it was can lie on the CPU beside it (`original`), so that it can be given back bit for bit.
+what they have. What it was can lie on the CPU beside it (`original`) or be read again (`elsewhere`), so that it can be
+given back bit for bit.
 """
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fusedit.errors import UsageError
 from fusedit.float8.products import quantise, scaled
 from fusedit.ops._fp8 import quantized
 
@@ -41,6 +44,7 @@ class Float8Linear(nn.Linear):
         compute_dtype: dtype of what comes out of a product with e4m3 activations, and of LoRA layers around it.
         activations: whether x is quantised too; else the products are made in the dtype of x.
         original: the weight it was made of, on the CPU, or None.
+        elsewhere: reads the weight it was made of, where that is not kept here, or None.
         branches: name -> low-rank pairs (down [R, K], up [N, R], scale) that are added: LoRAs that were fused into it.
     """
 
@@ -49,15 +53,23 @@ class Float8Linear(nn.Linear):
     compute_dtype: torch.dtype
     activations: bool
     original: Tensor | None
+    elsewhere: Callable[[], Tensor] | None
     branches: dict[str, list[tuple[Tensor, Tensor, float]]]
 
     @staticmethod
     def convert(layer: nn.Linear, *, activations: bool, keep: bool, device: torch.device | None = None) -> Float8Linear:
-        """Make this very layer a Float8Linear; `keep` puts its weight on the CPU as `original`, `device` quantises."""
+        """Make this very layer a Float8Linear, or leave it as it was where that fails.
+
+        Args:
+            layer: any nn.Linear.
+            activations: see the attribute.
+            keep: its weight becomes `original`: that very memory on a CPU, where others may share it, else a copy.
+            device: quantises; None: where the weight lies.
+        """
         weight = layer.weight
         codes, scale = quantise_weight(weight.data if device is None else weight.data.to(device))
         codes, scale = codes.to(weight.device), scale.to(weight.device)
-        original = weight.data.to("cpu", copy=True) if keep else None
+        original = weight.data.to("cpu") if keep else None
         dtype = weight.dtype
         weight.data = codes
         layer.__class__ = Float8Linear
@@ -70,15 +82,23 @@ class Float8Linear(nn.Linear):
         """Give a layer of this class what an nn.Linear has not."""
         self.register_buffer("weight_scale", scale)
         self.compute_dtype, self.activations = compute_dtype, activations
-        self.original, self.branches = None, {}
+        self.original, self.elsewhere, self.branches = None, None, {}
 
     def revert(self, weight: Tensor) -> None:
-        """Make this very layer an nn.Linear again, with this weight."""
-        self.weight.data = weight.to(self.weight.device)
+        """Make this very layer an nn.Linear again, with this weight in the compute dtype, and branches added to it."""
+        self.weight.data = self._merged(weight.to(self.weight.device, self.compute_dtype))
         del self._buffers["weight_scale"]
-        for name in ("compute_dtype", "activations", "original", "branches"):
+        for name in _OWN:
             del self.__dict__[name]
         self.__class__ = nn.Linear  # type: ignore[assignment]
+
+    def first(self) -> Tensor | None:
+        """The weight it was made of, or None where nobody has that any more.
+
+        Raises:
+            RestoreError: it is read from a file, which has changed.
+        """
+        return self.elsewhere() if self.original is None and self.elsewhere is not None else self.original
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
@@ -99,8 +119,37 @@ class Float8Linear(nn.Linear):
                 y = y + F.linear(F.linear(x.to(down.dtype), down), up).to(y.dtype) * scale
         return y
 
+    def _merged(self, weight: Tensor) -> Tensor:
+        """weight [N, K] with the branches added, as merging a LoRA does it; itself where there are none."""
+        pairs = [pair for each in self.branches.values() for pair in each]
+        if not pairs:
+            return weight
+        wide = weight.float()
+        for down, up, scale in pairs:
+            wide = wide + scale * (up.float() @ down.float()).to(wide.device)
+        return wide.to(weight.dtype)
+
+    def dequantize(self) -> Tensor:
+        """The weight in the compute dtype, by the name that peft asks layers with a `W_q` for: DoRA needs its norm."""
+        return self.dequantised(self.compute_dtype)
+
+    @property
+    def W_q(self) -> Tensor:
+        """The codes; see `dequantize`."""
+        return self.weight
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """`fn` of everything, but of codes and scale as whole numbers: `.to(dtype)` must not take them for values."""
+        """`fn` of everything, but of codes and scale as whole numbers: `.to(dtype)` must not take them for values.
+
+        Raises:
+            UsageError: to a dtype of 8 bits, in which nothing can be computed.
+        """
+        dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight.device)).dtype
+        if dtype.itemsize == 1:
+            raise UsageError(
+                f"a layer with e4m3 weights cannot be moved to {dtype}, as layerwise casting does; leave that out, it "
+                "is stored in 8 bits already"
+            )
         weight, scale = self._parameters.pop("weight"), self._buffers.pop("weight_scale")
         assert weight is not None
         assert scale is not None
@@ -108,7 +157,7 @@ class Float8Linear(nn.Linear):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             codes = fn(weight.data.view(torch.uint8)).view(CODES)
             scale = fn(scale.view(torch.int32)).view(torch.float32)
-            self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=weight.device)).dtype
+            self.compute_dtype = dtype
             for pairs in self.branches.values():
                 pairs[:] = [(fn(down), fn(up), by) for down, up, by in pairs]
             if torch._has_compatible_shallow_copy_type(weight, codes):
@@ -136,37 +185,36 @@ class Float8Linear(nn.Linear):
             error_msgs.append(f"{prefix}weight is e4m3 without {prefix}weight_scale; its values are not known")
             return
         if given is not None and given.dtype is not CODES and given.shape == self.weight.shape:
-            if self.original is not None:
-                self.original = given.detach().to("cpu", self.original.dtype, copy=True)
+            if self.original is not None or self.elsewhere is not None:
+                self.original, self.elsewhere = given.detach().to("cpu", copy=True), None
             codes, scale = quantise_weight(given.to(self.weight.device, self.compute_dtype))
             state_dict = {**state_dict, prefix + "weight": codes, prefix + "weight_scale": scale}
-        elif given is not None and self.original is not None and given.shape == self.weight.shape:
-            self.original = None  # the codes are all there is now
+        elif given is not None and given.shape == self.weight.shape:
+            self.original = self.elsewhere = None  # the codes are all there is now
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy or pickle is the stock layer where the original weight is there, else a Float8Linear."""
+        """A copy or pickle is the stock layer where the original weight can be had, else a Float8Linear."""
         state = dict(self.__dict__)
-        if self.original is None:  # as whole numbers: pickle does not know e4m3
+        first = self.first()
+        if first is None:  # as whole numbers: pickle does not know e4m3
             codes = nn.Parameter(self.weight.data.view(torch.uint8), False)
             state["_parameters"] = {**self._parameters, "weight": codes}
             return _revived, (state, self.weight.requires_grad)
-        weight = nn.Parameter(self.original.to(self.weight.device), self.weight.requires_grad)
-        state["_parameters"] = {**self._parameters, "weight": weight}
+        weight = self._merged(first.to(self.weight.device, self.compute_dtype))
+        state["_parameters"] = {**self._parameters, "weight": nn.Parameter(weight, self.weight.requires_grad)}
         state["_buffers"] = {key: value for key, value in self._buffers.items() if key != "weight_scale"}
-        return _new_linear, (), {key: value for key, value in state.items() if key not in _OWN}
+        made: Any = copyreg._reconstructor  # type: ignore[attr-defined]  # so that a pickle needs no fusedit
+        return made, (nn.Linear, object, None), {key: value for key, value in state.items() if key not in _OWN}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, e4m3, {'activations too' if self.activations else 'weights only'}"
 
 
-_OWN: Final = frozenset({"compute_dtype", "activations", "original", "branches"})
-
-
-def _new_linear() -> nn.Linear:
-    return nn.Linear.__new__(nn.Linear)
+_OWN: Final = ("compute_dtype", "activations", "original", "elsewhere", "branches")
+"""Attributes that an nn.Linear has not."""
 
 
 def _revived(state: dict[str, Any], requires_grad: bool) -> Float8Linear:

@@ -19,6 +19,18 @@ def put(module: Any, precision: Mapping[str, str]) -> None:
 
 def take(module: Any) -> None:
     """The config without the mark."""
-    config = module.__dict__.get("_internal_dict")
-    if config is not None and _KEY in config:
-        module.__dict__["_internal_dict"] = type(config)({k: v for k, v in config.items() if k != _KEY})
+    module.__dict__.update(without(module.__dict__))
+
+
+def there(module: Any) -> bool:
+    """Whether the config has the mark."""
+    mark = (module.__dict__.get("_internal_dict") or {}).get(_KEY)
+    return isinstance(mark, Mapping) and mark.get("quant_method") == METHOD
+
+
+def without(state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a module, its config without the mark; the given ones are not changed."""
+    config = state.get("_internal_dict")
+    if config is None or _KEY not in config:
+        return state
+    return {**state, "_internal_dict": type(config)({k: v for k, v in config.items() if k != _KEY})}

@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fusedit.errors import ArgumentError
+from fusedit.cache.checksum import checksums
+from fusedit.errors import ArgumentError, RestoreError
 
 _INDEX = "diffusion_pytorch_model.safetensors.index.json"
 _SINGLE = "diffusion_pytorch_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The weight of one layer, in a file.
+
+    Attributes:
+        source: the files.
+        path: of the layer.
+        checksum: of the weight when it was given up.
+    """
+
+    source: Source
+    path: str
+    checksum: int
+
+    @classmethod
+    def of(cls, source: Source, path: str, weight: torch.Tensor) -> Elsewhere:
+        return cls(source, path, checksums([weight])[0])
+
+    def __call__(self) -> torch.Tensor:
+        """The weight, on the CPU.
+
+        Raises:
+            RestoreError: the file is gone or holds something else by now.
+        """
+        weight = self.source.weight(self.path)
+        if weight is None or checksums([weight])[0] != self.checksum:
+            raise RestoreError(
+                f"{self.path}.weight of {str(self.source)!r} is not what was converted; put the former files there "
+                "again"
+            )
+        return weight
 
 
 class Source:
@@ -40,7 +75,7 @@ class Source:
                 f"originals='reload' needs the files that {type(module).__name__} was loaded from, and {str(name)!r} "
                 "holds no safetensors of it; use originals='cpu'"
             )
-        return cls(folder, next(module.parameters()).dtype)
+        return cls(folder, module.dtype)
 
     @cached_property
     def _files(self) -> dict[str, str]:
@@ -55,13 +90,13 @@ class Source:
 
     def weight(self, path: str) -> torch.Tensor | None:
         """The weight of this layer as it was when loaded, on the CPU; None where there is none any more."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         key = f"{path}.weight"
         try:
             with safe_open(self.folder / self._files[key], "pt") as file:
                 return file.get_tensor(key).to(self.dtype)  # type: ignore[no-any-return]
-        except (OSError, KeyError, ValueError):
+        except (OSError, KeyError, ValueError, SafetensorError):
             return None
 
     def __str__(self) -> str:

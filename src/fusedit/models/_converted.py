@@ -11,7 +11,6 @@ from fusedit.float8 import conversion
 from fusedit.models._model import FusedModel
 from fusedit.models._precision import chosen_precisions
 from fusedit.plan import Plan
-from fusedit.report import Refusal
 
 
 @dataclass
@@ -21,13 +20,13 @@ class Precisions:
     Attributes:
         wanted: path -> `fp8` or `weights`.
         blocking: why the module cannot be served at all under this plan.
-        refused: rewrites of the tier that do not apply, with the reason.
+        refused: name -> reason, of rewrites of the tier that do not apply.
         kept: path -> reason, of layers that stay in the model's dtype.
     """
 
     wanted: dict[str, str] = field(default_factory=dict)
     blocking: str | None = None
-    refused: list[Refusal] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
 
     def notes(self, name: str) -> list[str]:
@@ -38,11 +37,14 @@ class Precisions:
         ]
 
 
-def precisions(module: nn.Module, model: type[FusedModel], plan: Plan, *, ours: bool) -> Precisions:
+def precisions(
+    module: nn.Module, model: type[FusedModel], plan: Plan, *, others: bool = False, originals: str = "cpu"
+) -> Precisions:
     """What `plan` makes of this module.
 
     Args:
-        ours: whether the pipeline's own former plan converted it, so that this one may undo that.
+        others: whether other pipelines are accelerated on it, whose weights must stay what they are.
+        originals: where the plan's are to go.
 
     Raises:
         PlanError: the plan names layers that are not there.
@@ -50,27 +52,44 @@ def precisions(module: nn.Module, model: type[FusedModel], plan: Plan, *, ours: 
     made = Precisions()
     there = conversion.conversion_of(module)
     name = ".".join(model.path)
-    fp8 = [rewrite for rewrite in model.rewrites_of(plan) if rewrite.tier == "fp8"]
-    if not model.precisions or not fp8:
-        if there is not None and not ours:
-            how = conversion.why_not_restorable(module) or "another pipeline that shares it holds them for its plan"
-            made.blocking = f"the weights of {name} are e4m3 and plan {plan.base!r} wants the model's own: {how}"
-        return made
-    names = {"fp8": f"{fp8[0].name.partition('.')[0]}.fp8", "weights": fp8[-1].name}
-    chosen = chosen_precisions(module, model.precisions, plan, names)
-    made.wanted = {path: found.value for path, found in chosen.items() if found.value != "model"}
-    if there is not None and there.originals == "checkpoint":
-        if plan.precision["sites"] or plan.precision["default"] != "fp8":
-            made.blocking = f"the precision of {name} is that of its checkpoint; leave precision out of the plan"
-        made.wanted = dict(there.wanted)
-        return made
-    if there is not None and not ours and dict(there.wanted) != made.wanted:
+    fp8 = [rewrite.name for rewrite in model.rewrites_of(plan) if rewrite.tier == "fp8"]
+    if model.precisions and fp8:
+        chosen = chosen_precisions(module, model.precisions, plan, {"fp8": fp8[0], "weights": fp8[-1]})
+        made.wanted = {path: found.value for path, found in chosen.items() if found.value != "model"}
+        if there is not None and there.originals == "checkpoint":
+            made.wanted = dict(there.wanted)
+        made.kept = {path: found.reason for path, found in chosen.items() if path not in made.wanted}
+        used = {chosen[path].rewrite for path in made.wanted}
+        none = "all of its linear layers stay in the model's dtype"
+        made.refused = {rewrite: none for rewrite in fp8 if rewrite not in used}
+    if conversion.suspended(module):
+        made.blocking = f"{name} is paused, with stock's weights for a while; leave the paused() block first"
+    elif there is None:
+        if made.wanted and others:
+            made.blocking = f"another pipeline that shares {name} is accelerated in the model's dtype; restore it first"
+        elif made.wanted:
+            reason = conversion.refusal(module)
+            if reason is not None:
+                made.wanted, made.kept, made.refused = {}, {}, dict.fromkeys(fp8, reason)
+    elif there.originals == "checkpoint":
+        made.blocking = _against_checkpoint(plan, name, [r for r in fp8 if not plan.enabled(r, "fp8")])
+    elif others and dict(there.wanted) != made.wanted:
         made.blocking = f"another pipeline that shares {name} converted its weights by another plan; restore that first"
-        return made
-    reason = conversion.refusal(module) if made.wanted and there is None else None
-    if reason is not None:
-        made.wanted = {}
-        made.refused = [Refusal(rewrite.name, reason) for rewrite in fp8 if plan.enabled(rewrite.name, rewrite.tier)]
-        return made
-    made.kept = {path: found.reason for path, found in chosen.items() if found.value == "model"}
+    elif others and there.originals != originals:
+        made.blocking = (
+            f"another pipeline that shares {name} has originals={there.originals!r}, not {originals!r}; give the same"
+        )
     return made
+
+
+def _against_checkpoint(plan: Plan, name: str, off: list[str]) -> str | None:
+    """Why a plan cannot be had with weights that are e4m3 in the files, or None."""
+    if plan.base == "exact":
+        return (
+            f"the weights of {name} were e4m3 when they were loaded, and plan 'exact' wants the model's own; load the "
+            "unquantised model, or use plan 'fp8'"
+        )
+    if plan.precision["sites"] or plan.precision["default"] != "fp8" or off:
+        what = f"{off[0]} on" if off else "precision out of the plan"
+        return f"the precision of {name} is that of its checkpoint; leave {what}"
+    return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Final
 
 from torch import nn
 
@@ -21,19 +21,28 @@ class Precision:
         pattern: over paths inside the module, `*` for any text.
         value: `fp8`, `weights` or `model`; see `fusedit.plan.PRECISIONS`.
         reason: why, where that is `model` or `weights`.
+        fixed: why no plan can change that, where none can.
     """
 
     pattern: str
     value: str
     reason: str = ""
+    fixed: str = ""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The precision of one layer, and the reason where it is the model's own."""
+    """The precision of one layer.
+
+    Attributes:
+        value: as in Precision.
+        reason: why it is the model's own, where it is.
+        rewrite: that switches it off.
+    """
 
     value: str
     reason: str
+    rewrite: str
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -47,37 +56,68 @@ def _within_adapter(path: str) -> bool:
     return any(part in path for part in (".lora_A.", ".lora_B.", ".lora_magnitude_vector."))
 
 
-def chosen_precisions(module: nn.Module, table: Sequence[Precision], plan: Plan, names: Any) -> dict[str, Chosen]:
+def chosen_precisions(
+    module: nn.Module, table: Sequence[Precision], plan: Plan, names: Mapping[str, str]
+) -> dict[str, Chosen]:
     """Path -> precision of every linear layer of a module under a plan.
 
     Args:
-        names: precision -> the rewrite that a plan switches it off by.
+        table: the model's own rules.
+        names: precision in the table -> the rewrite that a plan switches such layers off by.
 
     Raises:
         PlanError: a pattern of the plan matches no layer.
     """
     sites: dict[str, str] = dict(plan.precision["sites"])
     unused = set(sites)
+    tied = _tied(module)
     made = {}
     for path, layer in linear_layers(module):
-        rule = next((rule for rule in table if fnmatchcase(path, rule.pattern)), None)
-        value = "model" if rule is None or plan.precision["default"] == "model" else rule.value
-        reason = (
-            "the plan's default" if rule is not None and value != rule.value else "" if rule is None else rule.reason
-        )
+        rule = next((rule for rule in table if fnmatchcase(path, rule.pattern)), _NO_RULE)
+        value, reason = rule.value, rule.reason
+        if plan.precision["default"] == "model" and value != "model":
+            value, reason = "model", "the plan's default"
         for pattern, wanted in sites.items():
             if fnmatchcase(path, pattern):
                 unused.discard(pattern)
                 value, reason = wanted, "the plan says so"
-        if value != "model" and not plan.enabled(names[value], "fp8"):
-            value, reason = "model", f"{names[value]} is switched off by the plan"
-        if value != "model" and layer.weight.numel() == 0:
-            value, reason = "model", "it has no weights"
-        made[path] = Chosen(value, reason or ("no rule names it" if rule is None else ""))
-    if unused and plan.base == "fp8":
-        pattern = sorted(unused)[0]
+        rewrite = names.get(rule.value, names["fp8"])
+        if value != "model":
+            value, reason = _allowed(value, layer, rule, plan, rewrite, tied)
+        made[path] = Chosen(value, reason, rewrite)
+    if unused:
+        pattern = next(pattern for pattern in sites if pattern in unused)
         raise PlanError(
             f"plan precision of {pattern!r} matches no linear layer of {type(module).__name__}; "
             "`fusedit sensitivity` lists their paths"
         )
     return made
+
+
+_NO_RULE: Final = Precision("*", "model", "no rule names it")
+
+
+def _allowed(
+    value: str, layer: nn.Linear, rule: Precision, plan: Plan, rewrite: str, tied: Collection[int]
+) -> tuple[str, str]:
+    """This precision, or the model's own and why it has to be that."""
+    if not plan.enabled(rewrite, "fp8"):
+        return "model", f"{rewrite} is switched off by the plan"
+    if rule.fixed:
+        return "model", rule.fixed
+    if layer.weight.numel() == 0:
+        return "model", "it has no weights"
+    if id(layer.weight) in tied:
+        return "model", "it shares its weight with another module"
+    return value, ""
+
+
+def _tied(module: nn.Module) -> set[int]:
+    """Of parameters that several modules have."""
+    seen: set[int] = set()
+    return {
+        id(p)
+        for child in module.modules()
+        for p in child._parameters.values()
+        if p is not None and (id(p) in seen or seen.add(id(p)))  # type: ignore[func-returns-value]
+    }

@@ -103,8 +103,19 @@ class Flux(FusedModel):
         Precision("norm_out.linear", "weights", "one launch with the other modulation layers"),
         Precision("transformer_blocks.*", "fp8"),
         Precision("single_transformer_blocks.*", "fp8"),
-        Precision("x_embedder", "model", "embedder: 64 inputs, whose error every block reads"),
+        Precision(
+            "x_embedder",
+            "model",
+            "embedder: 64 inputs, whose error every block reads",
+            "embedder, which control LoRAs make wider",
+        ),
         Precision("context_embedder", "model", "embedder, once a run"),
+        Precision(
+            "time_text_embed.timestep_embedder.linear_1",
+            "model",
+            "embedder: one row, whose error every modulation reads",
+            "diffusers reads the model's dtype from this weight",
+        ),
         Precision("time_text_embed.*", "model", "embedder: one row, whose error every modulation reads"),
         Precision("proj_out", "model", "final layer: its error is the picture's, 64 outputs"),
     )

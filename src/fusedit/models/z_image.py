@@ -85,9 +85,19 @@ class ZImage(FusedModel):
         Precision("noise_refiner.*", "fp8"),
         Precision("layers.*", "fp8"),
         Precision("context_refiner.*", "model", "once a run, and every layer reads its error"),
-        Precision("t_embedder.*", "model", "embedder: one row, whose error every modulation reads"),
+        Precision(
+            "t_embedder.*",
+            "model",
+            "embedder: one row, whose error every modulation reads",
+            "embedder, whose input gets the dtype of its weight",
+        ),
         Precision("cap_embedder.*", "model", "embedder, once a run"),
-        Precision("all_x_embedder.*", "model", "embedder: 64 inputs, whose error every layer reads"),
+        Precision(
+            "all_x_embedder.*",
+            "model",
+            "embedder: 64 inputs, whose error every layer reads",
+            "diffusers reads the model's dtype from this weight",
+        ),
         Precision("all_final_layer.*", "model", "final layer: its error is the picture's, 64 outputs"),
     )
 

@@ -36,6 +36,8 @@ class Session(Protocol):
 
     def unpack(self) -> None: ...
 
+    def copied_state(self, state: dict[str, Any]) -> dict[str, Any]: ...
+
 
 def calling_pipeline() -> DiffusionPipeline | None:
     """The pipeline whose `__call__` is running in this thread, innermost first, or None for a direct call.
@@ -74,13 +76,15 @@ class FusedForward:
     """Callable that stands where the stock forward of a module stood; in deep copies and pickles the stock one is."""
 
     # Slots, no __dict__: functools.update_wrapper, which hook libraries use, would copy the latter into theirs.
-    __slots__ = ("__weakref__", "bound", "module", "sessions", "wrapped")
+    __slots__ = ("__weakref__", "abandoned", "bound", "module", "sessions", "wrapped")
     __name__ = "forward"
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.bound = _stock_forward(module)
         self.wrapped = False  # whether a hook held the bound one
+        # Asked in calls once all pipelines are gone; raises where they have left weights that are not stock's.
+        self.abandoned: Callable[[nn.Module], None] | None = None
         self.sessions: weakref.WeakKeyDictionary[DiffusionPipeline, Session] = weakref.WeakKeyDictionary()
 
     @property
@@ -103,6 +107,8 @@ class FusedForward:
                 self.bound(*args, **kwargs) if self.wrapped else type(self.module).forward(self.module, *args, **kwargs)
             )
         if not self.sessions:
+            if self.abandoned is not None:
+                self.abandoned(self.module)
             return self.as_stock(*args, **kwargs)
         caller = calling_pipeline()
         if caller is None:  # called directly: the pipeline accelerated last
@@ -147,7 +153,10 @@ class _StockReduce:
         for session in self.fused.sessions.values():
             session.unpack()
         unpack(self.fused.module.parameters())  # what pipelines that are gone have packed or laid
-        return object.__reduce_ex__(self.fused.module, protocol)
+        made: Any = object.__reduce_ex__(self.fused.module, protocol)
+        for session in list(self.fused.sessions.values())[:1]:
+            made = (*made[:2], session.copied_state(made[2]), *made[3:])
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.get(id(self.fused.module), self.fused.module).__reduce_ex__
