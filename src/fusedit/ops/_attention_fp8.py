@@ -284,4 +284,4 @@ def builds(variant: Variant) -> list[Build]:
     flags = variant._asdict()
     del flags["int8"]
     flags = {name.upper(): value for name, value in flags.items()}
-    return [*made, Build.of("hopper", _attention_fp8_kernel.attention, types, flags, 4, "no-spill", "descriptors")]
+    return [*made, Build.of("hopper", _attention_fp8_kernel.attention, types, flags, 4, "descriptors")]
