@@ -19,8 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none"),
 ]
 LIBRARY = {
-    *("attention", "conv2d", "conv2d_group_norm_silu", "linear_gelu", "linear_swiglu", "upsample_conv2d"),
-    *("scaled_linear", "scaled_linear_gelu", "scaled_linear_swiglu"),
+    *("attention", "attention_fp8", "conv2d", "conv2d_group_norm_silu", "linear_gelu", "linear_swiglu"),
+    *("scaled_linear", "scaled_linear_gelu", "scaled_linear_swiglu", "upsample_conv2d"),
 }
 KERNELS = sorted(set(ops.registry()) - LIBRARY)
 
