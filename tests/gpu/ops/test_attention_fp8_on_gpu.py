@@ -1,4 +1,4 @@
-"""8-bit attention on Hopper: every variant of the kernel against the same arithmetic in torch, ends, batches, graphs."""
+"""8-bit attention on Hopper: every variant of the kernel against the same arithmetic in torch, ends, graphs."""
 
 from __future__ import annotations
 
