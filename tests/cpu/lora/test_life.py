@@ -210,3 +210,20 @@ def test_new_weights_by_assignment_under_a_lora_are_followed() -> None:
     new: dict[str, Any] = {name: value.clone() for name, value in other.transformer.state_dict().items()}
     pipe.transformer.load_state_dict(new, assign=True)
     assert relative(FLUX.call(pipe), FLUX.call(other)) < CLOSE
+
+
+@pytest.mark.parametrize("level", ["leaf_level", "block_level"])
+def test_under_group_offload_layers_come_and_go_with_their_groups(level: str) -> None:
+    reference, pipe = FLUX.pipe(), FLUX.pipe()
+    state = mixed_state(pipe).tensors
+    fusedit.load_lora(reference, state, "a")
+    fusedit.accelerate(pipe)
+    options: dict[str, Any] = {"num_blocks_per_group": 1} if level == "block_level" else {}
+    pipe.transformer.enable_group_offload(
+        onload_device=torch.device("cpu"), offload_device=torch.device("cpu"), offload_type=level, **options
+    )
+    plain = FLUX.call(pipe)
+    fusedit.load_lora(pipe, state, "a")
+    assert relative(FLUX.call(pipe), FLUX.call(reference)) < CLOSE
+    fusedit.unload_lora(pipe, "a")
+    assert relative(FLUX.call(pipe), plain) < CLOSE

@@ -157,7 +157,7 @@ def test_a_control_lora_widens_the_embedder_and_unloading_narrows_it_again() -> 
     assert relative(control_call(pipe), control_call(reference)) < CLOSE
     assert any(site.fused for site in handle.report().rewritten)
     fusedit.load_lora(pipe, state, "d")  # fits what is wide already
-    with pytest.raises(LoraError, match="'d' is for the x_embedder that 'c' has widened; unload that one first"):
+    with pytest.raises(LoraError, match="LoRA 'd' was made for the x_embedder that 'c' has widened"):
         fusedit.unload_lora(pipe, "c")
     fusedit.unload_lora(pipe, "d")
     assert relative(control_call(pipe), control_call(reference)) < CLOSE
