@@ -67,8 +67,8 @@ def why_not(module: nn.Module, path: str, change: Change) -> str | None:
         return f"it is a {type(layer).__module__}.{type(layer).__name__}; load it with pipe.load_lora_weights()"
     if layer.weight.is_meta:
         return "its weights are not there (sequential offload); load the LoRA before that is switched on"
-    if change.layer.magnitude is not None and is_float8(layer.weight):
-        return "DoRA needs the layer's own weights, and float8 codes are not precise enough; use the exact tier"
+    if change.layer.magnitude is not None and is_float8(layer.weight) and not hasattr(layer, "dequantize"):
+        return "DoRA needs the layer's own weights, and float8 codes alone do not give them"
     return None
 
 

@@ -15,6 +15,7 @@ import torch
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.layer import LoraVariant
 from peft.tuners.lora.variants import DoraLinearVariant
+from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 
@@ -57,12 +58,12 @@ class InputDora(LoraVariant):  # type: ignore[misc]
 
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:  # noqa: ARG004
-        base = module.get_base_layer()
-        gain = InputDora._gain(module, active_adapter, base.weight)
+        weight: Tensor = dequantize_module_weight(module.get_base_layer())
+        gain = InputDora._gain(module, active_adapter, weight)
         x = module.lora_dropout[active_adapter](x)
         low: Tensor = module.lora_B[active_adapter](module.lora_A[active_adapter]((x * gain).to(x.dtype)))
         # `result` holds x W^T and the bias already, perhaps other adapters too: what is missing is x (g - 1) W^T.
-        rest = nn.functional.linear((x * (gain - 1)).to(base.weight.dtype), base.weight)
+        rest = nn.functional.linear((x * (gain - 1)).to(weight.dtype), weight)
         scaling: float = module.scaling[active_adapter]
         return result + rest + low * scaling
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from support.pipes import lora_state, relative
 from support.runs import FLUX, Kind, each_kind
 
 import fusedit
-from fusedit.lora.layers import LoraLayer
+from fusedit.lora.layers import LoraFile
 from fusedit.lora.life import load_file
 from fusedit.lora.parsing import parse
 
@@ -30,7 +31,7 @@ def with_row_norms(pipe: Any, names: tuple[str, ...] = ()) -> dict[str, torch.Te
     return state
 
 
-def with_column_norms(pipe: Any, seed: int = 0) -> Any:
+def with_column_norms(pipe: Any, seed: int = 0) -> LoraFile:
     """A LoraFile with a magnitude of each input, as OneTrainer writes."""
     file = parse(mixed_state(pipe, seed).tensors)
     generator = torch.Generator().manual_seed(seed)
@@ -38,9 +39,8 @@ def with_column_norms(pipe: Any, seed: int = 0) -> Any:
     for path, layer in file.layers.items():
         norm = linear_layers(pipe.transformer)[path].weight.detach().norm(dim=0, keepdim=True)
         magnitude = norm * (1 + 0.1 * torch.randn(norm.shape, generator=generator))
-        layers[path] = LoraLayer(layer.down, layer.up, layer.alpha, magnitude)
-    object.__setattr__(file, "layers", layers)
-    return file
+        layers[path] = layer._replace(magnitude=magnitude)
+    return replace(file, layers=layers)
 
 
 def add_dense(pipe: Any, file: Any, scale: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ import fusedit
 from fusedit.errors import LoraError
 from fusedit.float8.linear import Float8Linear
 from fusedit.lora.adapters import tuner_layers
+from fusedit.lora.layers import LoraFile
+from fusedit.lora.life import load_file
+from fusedit.lora.parsing import parse
 
 
 class Quantised:
@@ -67,7 +71,10 @@ def test_both_orders_work_and_the_effect_is_that_on_the_unquantised_model(kind: 
     correlation = torch.corrcoef(torch.stack([effect.flatten(), (with_a - base).flatten()]))[0, 1]
     assert correlation > 0.95
     fusedit.unload_lora(pipe, "a")
-    assert torch.equal(kind.call(pipe), base)
+    if first == "fp8":
+        assert torch.equal(kind.call(pipe), base)
+    else:  # codes of modulation weights are chosen by what they read, which the LoRA changed
+        assert relative(kind.call(pipe), base) < error
 
 
 @each_kind
@@ -179,14 +186,35 @@ def test_a_plain_layer_with_float8_storage_is_refused_by_its_dtype(dtype: torch.
     assert not any(layer.merged for _, layer in tuner_layers(pipe.transformer))
 
 
-def test_dora_over_float8_is_refused_before_anything_changes() -> None:
-    pipe, base = (made := Quantised(FLUX)).pipe, made.base
-    state = lora_state(pipe)
-    for key in [key for key in state if "lora_B" in key]:
-        state[key.replace("lora_B.weight", "lora_magnitude_vector")] = torch.ones(len(state[key]))
-    with pytest.raises(LoraError, match="DoRA needs the layer's own weights"):
-        fusedit.load_lora(pipe, state, "a")
-    assert torch.equal(FLUX.call(pipe), base)
+@each_kind
+@pytest.mark.parametrize("norms", ["rows", "columns"])
+def test_dora_over_float8_works_unfused_and_is_not_fused(kind: Kind, norms: str) -> None:
+    exact, made = kind.pipe(), Quantised(kind)
+    plain, pipe = kind.call(exact), made.pipe
+    file = with_norms(exact, columns=norms == "columns")
+    for each in (exact, pipe):
+        load_file(each, file, None, "a")
+    effects = torch.stack([(kind.call(exact) - plain).flatten(), (kind.call(pipe) - made.base).flatten()])
+    assert torch.corrcoef(effects)[0, 1] > 0.95
+    before = codes(pipe)
+    with pytest.raises(LoraError, match="by more than two matrices"):
+        pipe.fuse_lora()
+    assert {p for p, x in codes(pipe).items() if not torch.equal(x, before[p])} == set()
+    assert not any(layer.merged for _, layer in tuner_layers(pipe.transformer))
+    fusedit.unload_lora(pipe, "a")
+    assert torch.equal(kind.call(pipe), made.base)
+
+
+def with_norms(pipe: Any, *, columns: bool) -> LoraFile:
+    """A DoRA whose norms are 10 % around those of the weights."""
+    file = parse(mixed_state(pipe, size=0.15).tensors)
+    generator = torch.Generator().manual_seed(1)
+    weights = {path: layer.weight.detach() for path, layer in linear_layers(pipe.transformer).items()}
+    layers = {}
+    for path, layer in file.layers.items():
+        norm = weights[path].norm(dim=0, keepdim=True) if columns else weights[path].norm(dim=1)
+        layers[path] = layer._replace(magnitude=norm * (1 + 0.1 * torch.randn(norm.shape, generator=generator)))
+    return replace(file, layers=layers)
 
 
 def test_fused_before_the_weights_became_float8_it_cannot_be_unfused_there() -> None:
