@@ -37,13 +37,17 @@ def install(module: nn.Module) -> None:
             layer.__dict__["unmerge"] = Frozen(layer)
 
 
-def uninstall(module: nn.Module) -> None:
-    """Stock again: what is merged stays so, to be unfused by subtraction; side branches become LoRA layers again."""
+def uninstall(module: nn.Module, *, last: bool = False) -> None:
+    """Stock again: what is merged stays so, to be unfused by subtraction; side branches become LoRA layers again.
+
+    Args:
+        last: nobody is left who installed it, though some have not uninstalled it.
+    """
     found = module.__dict__.get(NAME)
     if not isinstance(found, FuseLora):
         return
     found.users -= 1
-    if found.users:
+    if found.users and not last:
         return
     del module.__dict__[NAME]
     for _, layer in tuner_layers(module):
