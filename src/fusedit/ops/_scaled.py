@@ -4,10 +4,9 @@
     low[..., n] = sum_r t[..., p R + r] up[n, r],   p = min(n // part, P - 1); nothing where `t` and `up` are None
 
 x e4m3 [..., K], x_scale fp32 [...], weight e4m3 [N, K], weight_scale fp32 [N], bias [N] of any floating dtype or None,
-t [..., P R], up [N, R] of one floating dtype. The low-rank term is what LoRA adds, in units of the codes: with weights
-down and B beside the dequantised weight, t = x . down^T and up = B / weight_scale. It lies before the scales because
-there it is more steps of the same product. Each of P layers that are packed in one weight has `part` columns, the last
-the rest (part 0: all in one).
+t [..., P R], up [N, R] of one floating dtype, as _low_rank.py says. The low-rank term is what LoRA adds, in units of
+the codes: with weights down and B beside the dequantised weight, t = x . down^T and up = B / weight_scale. It lies
+before the scales because there it is more steps of the same product.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from fusedit.errors import OpError
-from fusedit.ops import _check
+from fusedit.ops import _check, _low_rank
 from fusedit.ops._cases import T
 from fusedit.ops._fp8 import E4M3
 from fusedit.ops._op import Cost
@@ -53,21 +52,7 @@ def operands(
     _check.like(op, "weight_scale", weight_scale, x, (N,), torch.float32)
     if bias is not None:
         _check.vector(op, "bias", bias, x, (N,), "N")
-    if t is None and up is None:
-        return N
-    if t is None or up is None:
-        missing = "t" if t is None else "up"
-        raise OpError(f"{op}: {missing} is None; a low-rank term needs both t and up")
-    _check.activation(op, "up", up, "NR")
-    R = up.shape[1]
-    _check.like(op, "up", up, x, (N, R), up.dtype)
-    wide_t = getattr(t, "shape", (0,))[-1]
-    if R == 0 or wide_t == 0 or wide_t % R:
-        raise OpError(f"{op}: t must have the {R} ranks of up once a part, not {_check.show(t)}")
-    _check.like(op, "t", t, x, (*x.shape[:-1], wide_t), up.dtype)
-    if type(part) is not int or part < 0 or (wide_t > R and not 0 < part * (wide_t // R - 1) < N):
-        shown = _check.show(part).removeprefix("int ")
-        raise OpError(f"{op}: part must be how many of {N} columns each of {wide_t // R} parts has, not {shown}")
+    _low_rank.check(op, x, N, t, up, part)
     return N
 
 
@@ -97,46 +82,18 @@ def product(
     dtype = wide(x).dtype
     u = x.to(dtype) @ weight.to(dtype).T
     if t is not None and up is not None:
-        u += low_rank(t.to(dtype), up.to(dtype), part)
+        u += _low_rank.low_rank(t.to(dtype), up.to(dtype), part)
     u *= x_scale.to(dtype)[..., None]
     u *= weight_scale.to(dtype)
     return u if bias is None else u.add_(bias.to(dtype))
 
 
-def low_rank(t: Tensor, up: Tensor, part: int) -> Tensor:
-    """low [..., N]."""
-    parts = torch.split(t, up.shape[1], dim=-1)
-    return torch.cat([a @ up[b].T for a, b in zip(parts, columns(up.shape[0], len(parts), part), strict=True)], dim=-1)
-
-
-def columns(N: int, parts: int, part: int) -> list[slice]:
-    """The columns of each part."""
-    last = parts - 1
-    return [slice(p * part, N if p == last else (p + 1) * part) for p in range(parts)]
-
-
-def side(t: Tensor, up: Tensor, part: int, first: int, last: int) -> tuple[Tensor | None, Tensor | None, int]:
-    """t, up and part of columns first to last alone, where a part begins at `first` and one ends at `last`; else t and
-    up in one part, with zeros in up."""
-    if first == last:
-        return None, None, 0
-    N, R = up.shape
-    ends = [0, *(c.stop for c in columns(N, t.shape[-1] // R, part))]
-    if first in ends and last in ends:
-        begin, end = ends.index(first), ends.index(last)
-        return t[..., begin * R : end * R], up[first:last], part
-    whole = up.new_zeros(N, t.shape[-1])
-    for p, c in enumerate(columns(N, t.shape[-1] // R, part)):
-        whole[c, p * R : (p + 1) * R] = up[c]
-    return t, whole[first:last], 0
-
-
 def cost(x: Tensor, weight: Tensor, written: int, up: Tensor | None) -> Cost:
     """Of one product that writes so many bytes."""
     count = x.numel() // max(1, x.shape[-1])
-    extra = 0 if up is None else count * up.numel()
     vectors = 4 * (count + weight.shape[0])
-    return Cost(x.nbytes + weight.nbytes + vectors + written, 2 * (count * weight.numel() + extra))
+    flops = 2 * count * weight.numel() + _low_rank.flops(x, up)
+    return Cost(x.nbytes + weight.nbytes + vectors + written, flops)
 
 
 # -- cases ---------------------------------------------------------------------------------------------------------

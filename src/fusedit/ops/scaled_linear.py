@@ -6,7 +6,7 @@ x[..., K], weight[N, K] e4m3; x_scale[...], weight_scale[N] fp32; bias[N] of any
 `low`, what LoRA adds, is t[..., P R] up[N, R]^T part by part, as ops/_scaled.py says. Accumulated in fp32 (with about
 14 bits in the tensor cores of compute capability 8.9 and 9.0), scaled before it is narrowed.
 - `hopper`: with a low-rank term, bf16, on Hopper where tiles fill the chip: the term is one more step of the product.
-- `rowwise`, `tensorwise`, `dequantised`: the libraries, in this order; a low-rank term is added behind the product.
+- `rowwise`, `tensorwise`, `dequantised`: the libraries, in this order; add_low_rank adds a term behind the product.
 - `plain`: dequantised and multiplied in fp32, rounded once; on other devices than CUDA.
 `scaled_linear.backend(...)` says which, and why. Into rows of a wider or longer buffer without a copy where the library
 can.
@@ -26,6 +26,7 @@ from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
 from fusedit.ops._op import Backend, Cost, op
 from fusedit.ops._scaled import DTYPES, arguments, rank
+from fusedit.ops.add_low_rank import add_low_rank
 
 Tensor = torch.Tensor
 
@@ -210,14 +211,5 @@ def scaled_linear(
     name = _scaled_library.run(x, x_scale, weight, weight_scale, bias, y, backend.name)
     scaled_linear.ran[name] += 1
     if t is not None and up is not None:
-        _add_low_rank(y, x_scale, weight_scale, t, up, part)
+        add_low_rank(y, t, up, part, x_scale, weight_scale, out=y)
     return y
-
-
-def _add_low_rank(y: Tensor, x_scale: Tensor, weight_scale: Tensor, t: Tensor, up: Tensor, part: int) -> None:
-    """y += x_scale * weight_scale * low, in place."""
-    t = (t * x_scale[..., None]).to(t.dtype)
-    up = (up * weight_scale[:, None]).to(up.dtype)
-    parts = torch.split(t, up.shape[1], dim=-1)
-    for own, columns in zip(parts, _scaled.columns(up.shape[0], len(parts), part), strict=True):
-        y[..., columns] += own @ up[columns].t()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _scaled, _scaled_ends, _scaled_hopper
+from fusedit.ops import _check, _low_rank, _scaled, _scaled_ends, _scaled_hopper
 from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
 from fusedit.ops._fp8 import E4M3, to_e4m3
@@ -244,7 +244,7 @@ def scaled_linear_gelu(
         return out
     low: list[tuple[Any, ...]] = [(t, up, part)] * 2
     if t is not None and up is not None:
-        low = [_scaled.side(t, up, part, 0, start), _scaled.side(t, up, part, start, N)]
+        low = [_low_rank.side(t, up, part, 0, start), _low_rank.side(t, up, part, start, N)]
     if start:
         head = None if bias is None else bias[:start]
         scaled_linear(x, x_scale, weight[:start], weight_scale[:start], head, dtype, *low[0], out=y)

@@ -75,6 +75,12 @@ def stock(name: str, a: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return y, torch.zeros(len(y))
     if name == "swiglu":
         return (F.silu(a[0]) * a[1],)
+    if name == "low_rank":
+        return ((F.linear(*a[:2]) * a[2]).to(a[0].dtype),)
+    if name == "add_low_rank":
+        return (a[0] + F.linear(*a[1:3]),)
+    if name == "linear_low_rank":
+        return (F.linear(*a[:3]) + F.linear(*a[3:5]),)
     if name == "group_norm_silu":
         return (F.silu(F.group_norm(a[0], a[3], a[1], a[2], eps=1e-6)),)  # type: ignore[arg-type]
     if name == "residual_group_norm_silu":

@@ -12,7 +12,7 @@ import torch
 
 from fusedit import ops
 from fusedit.errors import OpError
-from fusedit.ops import _scaled, _scaled_ends, _scaled_hopper, _scaled_library, _triton
+from fusedit.ops import _low_rank, _scaled, _scaled_ends, _scaled_hopper, _scaled_library, _triton
 from fusedit.ops._fp8 import E4M3, to_e4m3
 from fusedit.ops._op import Backend
 from fusedit.ops._verify import error, misrounded
@@ -149,14 +149,14 @@ def test_gelu_on_one_side(monkeypatch: pytest.MonkeyPatch, start: int, low: bool
 @pytest.mark.parametrize("first", [0, 32, 40])
 def test_a_side_of_a_low_rank_term(first: int) -> None:
     t, up = torch.randn(5, 24), torch.randn(96, 8)
-    whole = _scaled.low_rank(t, up, 32)
+    whole = _low_rank.low_rank(t, up, 32)
     for last in (first, 64, 80, 96):
-        side_t, side_up, part = _scaled.side(t, up, 32, first, last)
+        side_t, side_up, part = _low_rank.side(t, up, 32, first, last)
         if first == last:
             assert side_t is None and side_up is None  # noqa: PT018
         else:
             assert side_t is not None and side_up is not None  # noqa: PT018
-            torch.testing.assert_close(_scaled.low_rank(side_t, side_up, part), whole[:, first:last])
+            torch.testing.assert_close(_low_rank.low_rank(side_t, side_up, part), whole[:, first:last])
 
 
 def test_activations_in_the_interpreter(run_python: Callable[..., str]) -> None:
