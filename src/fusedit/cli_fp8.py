@@ -75,8 +75,8 @@ def run_sensitivity(
     if dtype is not None:
         dtype_name(dtype)
     pipe: Any = load(model, dtype=dtype, device=device)
-    where = {} if asked is None else {"width": asked.width, "height": asked.height}
-    request = request_for(pipe, prompt, seed, steps=steps, **where)
+    width, height = (None, None) if asked is None else (asked.width, asked.height)
+    request = request_for(pipe, prompt, seed, width=width, height=height, steps=steps)
     with Progress() if quiet else progress_on() as progress:
         found = sensitivity(pipe, request, chosen, by=by, samples=min(samples, request.steps), progress=progress)
     if save is not None:

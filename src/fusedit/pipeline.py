@@ -242,7 +242,7 @@ def accelerate(
         precision = precisions(module, model, chosen, others=_others(pipe, module), originals=originals)
         reason = _refusal(pipe, module, model) or precision.blocking
         rewrites = model.rewrites_of(chosen)
-        off = [rewrite.name for rewrite in rewrites if not chosen.enabled(rewrite.name, rewrite.tier)]
+        off = [rewrite.name for rewrite in rewrites if not rewrite.on(chosen)]
         if reason is not None:
             refusals += [Refusal(rewrite.name, reason) for rewrite in rewrites]
             if model.denoiser:

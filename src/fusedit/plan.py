@@ -105,9 +105,9 @@ class Plan:
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         return self  # frozen
 
-    def enabled(self, rewrite: str, tier: str = "exact") -> bool:
-        """Whether this plan switches a rewrite on that belongs to `tier`: unless named, from that tier on."""
-        return self.rewrites.get(rewrite, True) and TIERS.index(self.base) >= TIERS.index(tier)
+    def enabled(self, rewrite: str, tier: str = "exact", default: bool = True) -> bool:
+        """Whether this plan switches a rewrite of `tier` on: unless it names it, by `default` from that tier on."""
+        return self.rewrites.get(rewrite, default) and TIERS.index(self.base) >= TIERS.index(tier)
 
     def without(self, *names: str) -> Plan:
         """The same plan with these rewrites switched off."""

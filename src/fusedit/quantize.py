@@ -81,7 +81,8 @@ def quantize(
         raise PlanError(f"this plan quantises nothing of {model!r} ({reason}); give fp8")
     before = _bytes(module)
     start = time.perf_counter()
-    conversion.convert(module, wanted, "drop", device=_device(), progress=progress, undo=False)
+    samples = served.typical(module)
+    conversion.convert(module, wanted, "drop", device=_device(), progress=progress, undo=False, samples=samples)
     converted = time.perf_counter() - start
     checkpoint.save(pipe, out)
     kept = sum(isinstance(layer, torch.nn.Linear) for layer in module.modules()) - len(wanted)

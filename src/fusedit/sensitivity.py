@@ -33,7 +33,7 @@ class Group:
 
     Attributes:
         name: a pattern over their paths, as a plan's `precision.sites` takes it.
-        precision: what the plan gives them.
+        precision: what the plan gives them; two, where it differs.
         layers: how many.
         weights: numbers in all of them.
         error: relative L2 of the transformer's output, the median over the recorded steps.
@@ -131,13 +131,13 @@ def sensitivity(
     progress = progress or Progress()
     wanted_steps = sorted({round(i * (request.steps - 1) / max(1, samples - 1)) for i in range(samples)})
     calls = _recorded(pipe, module, request, wanted_steps, progress)
-    groups = _grouped(layers, found.wanted, by)
+    groups = _grouped(layers, by)
     with torch.no_grad():
         before = [_output(module, call) for call in calls]
         progress.begin("measuring", len(groups) + 1)
 
         def error(names: Sequence[str]) -> float:
-            with _converted([(layers[name], found.wanted[name]) for name in names]):
+            with _converted({name: layers[name] for name in names}, found.wanted, model.typical(module)):
                 made = [_distance(_output(module, call), old) for call, old in zip(calls, before, strict=True)]
             progress.finish_picture()
             return sorted(made)[len(made) // 2]
@@ -148,7 +148,7 @@ def sensitivity(
     rows = [
         Group(
             name,
-            found.wanted[names[0]],
+            ", ".join(dict.fromkeys(found.wanted[path] for path in names)),
             len(names),
             sum(layers[path].weight.numel() for path in names),
             errors[name],
@@ -167,8 +167,8 @@ def sensitivity(
     )
 
 
-def _grouped(layers: Mapping[str, nn.Linear], wanted: Mapping[str, str], by: str) -> dict[str, list[str]]:
-    """Pattern -> paths. Layers of one group have one precision."""
+def _grouped(layers: Mapping[str, nn.Linear], by: str) -> dict[str, list[str]]:
+    """Pattern -> paths."""
     made: dict[str, list[str]] = {}
     for path in layers:
         number = _NUMBER.search(path)
@@ -179,12 +179,7 @@ def _grouped(layers: Mapping[str, nn.Linear], wanted: Mapping[str, str], by: str
         else:
             name = f"{path[: number.end()]}.*"
         made.setdefault(name, []).append(path)
-    split: dict[str, list[str]] = {}
-    for name, paths in made.items():
-        for value in dict.fromkeys(wanted[path] for path in paths):
-            alike = [path for path in paths if wanted[path] == value]
-            split.update({name: alike} if len(alike) == len(paths) else {path: [path] for path in alike})
-    return split
+    return made
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -241,16 +236,21 @@ def _distance(made: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> fl
 
 
 @contextmanager
-def _converted(layers: Sequence[tuple[nn.Linear, str]]) -> Iterator[None]:
+def _converted(
+    layers: Mapping[str, nn.Linear], wanted: Mapping[str, str], samples: torch.Tensor | None
+) -> Iterator[None]:
     """These layers in their precision inside the block, and the very same weights again behind it."""
     from fusedit.float8.linear import Float8Linear
+    from fusedit.float8.rounding import Rounder
 
-    weights = [layer.weight.data for layer, _ in layers]
-    done: list[Float8Linear] = []
+    rounder = Rounder(samples, layers, wanted, None)
+    done: list[tuple[Float8Linear, torch.Tensor]] = []
     try:
-        for layer, value in layers:
-            done.append(Float8Linear.convert(layer, activations=value == "fp8", keep=False))
+        for path, layer in layers.items():
+            weight, codes = layer.weight.data, rounder.codes(path)
+            made = Float8Linear.convert(layer, activations=wanted[path] == "fp8", keep=False, codes=codes)
+            done.append((made, weight))
         yield
     finally:
-        for made, weight in zip(done, weights, strict=False):
+        for made, weight in done:
             made.revert(weight)

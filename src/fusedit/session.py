@@ -74,7 +74,7 @@ class Session:
         self.wanted, self.originals = wanted or {}, originals
         self.counters = Counters()
         self.model = model(module, plan, self.counters)
-        on = [r for r in model.rewrites_of(plan) if plan.enabled(r.name, r.tier) and r.name not in without]
+        on = [r for r in model.rewrites_of(plan) if r.on(plan) and r.name not in without]
         self.rewrites = [] if refused else on
         self._form = None if refused else model.form_of(module)
         self._takes_loras = model.denoiser and not refused
@@ -87,7 +87,7 @@ class Session:
         if not self.fits() and conversion.conversion_of(self.module) is not None:
             conversion.restore(self.module)  # of a pipeline that is gone
         if self.wanted and conversion.conversion_of(self.module) is None:
-            conversion.convert(self.module, self.wanted, self.originals)
+            conversion.convert(self.module, self.wanted, self.originals, samples=type(self.model).typical(self.module))
         self._forward = install(self.module)
         self._forward.abandoned = _abandoned
         self._forward.sessions[pipe] = self
@@ -126,7 +126,7 @@ class Session:
                 conversion.check_restorable(self.module)
             self.unpack()
             if self._takes_loras:
-                fused_loras.uninstall(self.module)  # before the layers go whose branches fused ones are
+                fused_loras.uninstall(self.module, last=True)  # before the layers go whose branches fused ones are
             if given_back:
                 try:
                     conversion.restore(self.module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from fusedit.errors import ArgumentError, DeviceMemoryError, RestoreError
-from fusedit.float8 import mark
+from fusedit.float8 import casting, mark
 from fusedit.float8.linear import Float8Linear, quantise_weight
+from fusedit.float8.rounding import Rounder
 from fusedit.float8.source import Elsewhere, Source
 from fusedit.progress import Progress
 
@@ -37,11 +38,13 @@ class Conversion:
         wanted: path -> `fp8` or `weights`, of every layer that was converted.
         originals: one of ORIGINALS, or `checkpoint` where the weights were e4m3 when they were loaded.
         source: where the originals are read from again, for `reload`.
+        samples: what `convert` was given, to do the same again.
     """
 
     wanted: Mapping[str, str]
     originals: str
     source: Source | None = None
+    samples: torch.Tensor | None = None
 
     @property
     def restorable(self) -> bool:
@@ -78,8 +81,7 @@ def conversion_of(module: nn.Module) -> Conversion | None:
 
 def mark_loaded(module: nn.Module, wanted: Mapping[str, str]) -> None:
     """Say that this module was loaded in e4m3."""
-    _CONVERSIONS[module] = Conversion(wanted, "checkpoint")
-    mark.put(module, wanted)
+    _remember(module, Conversion(wanted, "checkpoint"))
 
 
 def device_refusal(capability: tuple[int, int] | None) -> str | None:
@@ -147,6 +149,7 @@ def convert(
     device: torch.device | None = None,
     progress: Progress | None = None,
     undo: bool = True,
+    samples: torch.Tensor | None = None,
 ) -> Conversion:
     """Make the layers of `wanted` e4m3, in place; all of them or, where anything fails, none.
 
@@ -156,6 +159,7 @@ def convert(
         originals: one of ORIGINALS.
         device: where weights are quantised; None: where they lie.
         progress: told of every layer.
+        samples: [n, K] of what layers with e4m3 weights alone read, where that is known; see float8/rounding.py.
         undo: False lets go of each weight at once under `drop` and `reload`, so that a failure leaves a module that is
             of no use; else all weights are held, on a GPU with no room for that on the CPU, until the last is done.
 
@@ -165,7 +169,7 @@ def convert(
     """
     source = Source.of(module) if originals == "reload" else None
     layers = _stock_layers(module, wanted)
-    roomy = undo and originals != "cpu" and _room_for_codes(list(layers.values()))
+    roomy = undo and originals != "cpu" and _room_for(list(layers.values()), 1)
     progress = progress or Progress()
     progress.begin("quantising", len(layers))
     held: dict[str, torch.Tensor] = {}
@@ -175,6 +179,7 @@ def convert(
             if layers:
                 largest = max(layers.values(), key=lambda layer: layer.weight.numel()).weight
                 quantise_weight(largest if device is None else largest.to(device))  # room for all the others
+            rounder = Rounder(samples, layers, wanted, device)
             for path, layer in layers.items():
                 progress.picture(path)
                 weight = layer.weight.data
@@ -182,7 +187,10 @@ def convert(
                 if undo and originals != "cpu":
                     held[path] = weight if roomy else weight.to("cpu")
                 keep = originals == "cpu"
-                made = Float8Linear.convert(layer, activations=wanted[path] == "fp8", keep=keep, device=device)
+                codes = rounder.codes(path)
+                made = Float8Linear.convert(
+                    layer, activations=wanted[path] == "fp8", keep=keep, device=device, codes=codes
+                )
                 made.elsewhere = elsewhere
                 progress.finish_picture()
     except BaseException as error:
@@ -195,10 +203,15 @@ def convert(
             f"the weights of {type(module).__name__} cannot be converted ({failure}); nothing was changed, free some "
             "memory or call pipe.enable_model_cpu_offload() first"
         )
-    conversion = Conversion(dict(wanted), originals, source)
-    _CONVERSIONS[module] = conversion
-    mark.put(module, conversion.wanted)
+    conversion = Conversion(dict(wanted), originals, source, samples)
+    _remember(module, conversion)
     return conversion
+
+
+def _remember(module: nn.Module, made: Conversion) -> None:
+    _CONVERSIONS[module] = made
+    mark.put(module, made.wanted)
+    casting.refuse(module)
 
 
 def _stock_layers(module: nn.Module, wanted: Mapping[str, str]) -> dict[str, nn.Linear]:
@@ -211,14 +224,14 @@ def _stock_layers(module: nn.Module, wanted: Mapping[str, str]) -> dict[str, nn.
     return layers
 
 
-def _room_for_codes(layers: list[nn.Linear]) -> bool:
-    """Whether codes and weights of all layers can lie beside each other for a moment."""
+def _room_for(layers: Sequence[nn.Linear], itemsize: int) -> bool:
+    """Whether so many bytes for each weight of all layers fit beside them for a moment."""
     if not layers or not layers[0].weight.is_cuda:
         return True
     device = layers[0].weight.device
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + cached > 1.2 * sum(layer.weight.numel() for layer in layers)
+    return free + cached > 1.2 * itemsize * sum(layer.weight.numel() for layer in layers)
 
 
 def _take_back(layers: Mapping[str, nn.Linear], held: Mapping[str, torch.Tensor]) -> None:
@@ -278,13 +291,15 @@ def restore(module: nn.Module) -> None:
     check_restorable(module)
     done: list[Callable[[], None]] = []
     failure = None
+    layers = [layer for _, layer in layers_of(module)]
+    roomy = _room_for(layers, 4)
     try:
         with torch.no_grad(), torch.inference_mode(False):
-            for _, layer in list(layers_of(module)):
+            for layer in layers:
                 first = layer.first()
                 # Codes that were loaded into the layer after its conversion have no other original.
                 weight = layer.dequantised(layer.compute_dtype) if first is None else first
-                again = _again(layer)
+                again = _again(layer, roomy)
                 layer.revert(weight)
                 done.append(again)
     except BaseException as error:
@@ -300,22 +315,20 @@ def restore(module: nn.Module) -> None:
         )
     del _CONVERSIONS[module]
     mark.take(module)
+    casting.allow(module)
 
 
-def _again(layer: Float8Linear) -> Callable[[], None]:
+def _again(layer: Float8Linear, roomy: bool) -> Callable[[], None]:
     """What makes a layer, which is to be reverted now, what it is."""
     own = {name: getattr(layer, name) for name in ("original", "elsewhere", "branches")}
-    activations, dtype = layer.activations, layer.compute_dtype
-    # Else the weight that the reverted layer has is the one.
-    first = layer.original if layer.elsewhere is not None or not layer.branches else layer.dequantised(dtype)
+    activations, dtype, scale = layer.activations, layer.compute_dtype, layer.weight_scale
+    codes = layer.weight.data if roomy else layer.weight.data.to("cpu")
 
     def again() -> None:
-        weight = own["elsewhere"]() if first is None and own["elsewhere"] is not None else first
-        if weight is not None:
-            layer.weight.data = weight.to(layer.weight.device)
-        made = Float8Linear.convert(layer, activations=activations, keep=False)
-        made.compute_dtype = dtype
-        made.__dict__.update(own)
+        layer.weight.data = codes.to(layer.weight.device)
+        layer.__class__ = Float8Linear
+        layer.become(scale, dtype, activations)
+        layer.__dict__.update(own)
 
     return again
 
@@ -358,7 +371,7 @@ def resume(module: nn.Module) -> None:
     for path, (_, weight) in waiting.branches.items():
         if path in layers:
             layers[path].weight.data = weight.to(layers[path].weight)
-    convert(module, waiting.made.wanted, waiting.made.originals)
+    convert(module, waiting.made.wanted, waiting.made.originals, samples=waiting.made.samples)
     for path, layer in layers_of(module):
         if path in waiting.branches:
             layer.branches = waiting.branches[path][0]

@@ -57,7 +57,14 @@ class Float8Linear(nn.Linear):
     branches: dict[str, list[tuple[Tensor, Tensor, float]]]
 
     @staticmethod
-    def convert(layer: nn.Linear, *, activations: bool, keep: bool, device: torch.device | None = None) -> Float8Linear:
+    def convert(
+        layer: nn.Linear,
+        *,
+        activations: bool,
+        keep: bool,
+        device: torch.device | None = None,
+        codes: tuple[Tensor, Tensor] | None = None,
+    ) -> Float8Linear:
         """Make this very layer a Float8Linear, or leave it as it was where that fails.
 
         Args:
@@ -65,13 +72,14 @@ class Float8Linear(nn.Linear):
             activations: see the attribute.
             keep: its weight becomes `original`: that very memory on a CPU, where others may share it, else a copy.
             device: quantises; None: where the weight lies.
+            codes: the codes and scale to use, where they were rounded already.
         """
         weight = layer.weight
-        codes, scale = quantise_weight(weight.data if device is None else weight.data.to(device))
-        codes, scale = codes.to(weight.device), scale.to(weight.device)
+        made_codes, scale = codes or quantise_weight(weight.data if device is None else weight.data.to(device))
+        made_codes, scale = made_codes.to(weight.device), scale.to(weight.device)
         original = weight.data.to("cpu") if keep else None
         dtype = weight.dtype
-        weight.data = codes
+        weight.data = made_codes
         layer.__class__ = Float8Linear
         made: Any = layer
         made.become(scale, dtype, activations)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,27 +76,21 @@ class Source:
             )
         return cls(folder, module.dtype)
 
-    @cached_property
-    def _files(self) -> dict[str, str]:
-        index = self.folder / _INDEX
-        if index.is_file():
-            found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return found
-        from safetensors import safe_open
-
-        with safe_open(self.folder / _SINGLE, "pt") as file:
-            return dict.fromkeys(file.keys(), _SINGLE)
-
     def weight(self, path: str) -> torch.Tensor | None:
         """The weight of this layer as it was when loaded, on the CPU; None where there is none any more."""
         from safetensors import SafetensorError, safe_open
 
         key = f"{path}.weight"
         try:
-            with safe_open(self.folder / self._files[key], "pt") as file:
+            with safe_open(self.folder / self._file(key), "pt") as file:
                 return file.get_tensor(key).to(self.dtype)  # type: ignore[no-any-return]
         except (OSError, KeyError, ValueError, SafetensorError):
             return None
+
+    def _file(self, key: str) -> str:
+        """Which file holds a key: read anew each time, since files may be put there again."""
+        index = self.folder / _INDEX
+        return str(json.loads(index.read_text(encoding="utf-8"))["weight_map"][key]) if index.is_file() else _SINGLE
 
     def __str__(self) -> str:
         return str(self.folder)

@@ -52,16 +52,18 @@ def precisions(
     made = Precisions()
     there = conversion.conversion_of(module)
     name = ".".join(model.path)
-    fp8 = [rewrite.name for rewrite in model.rewrites_of(plan) if rewrite.tier == "fp8"]
+    fp8 = [rewrite.name for rewrite in model.rewrites_of(plan) if rewrite.tier == "fp8" and rewrite.default]
     if model.precisions and fp8:
-        chosen = chosen_precisions(module, model.precisions, plan, {"fp8": fp8[0], "weights": fp8[-1]})
+        products = f"{fp8[0].partition('.')[0]}.fp8"
+        stored = f"{products}_modulation" if f"{products}_modulation" in fp8 else products
+        chosen = chosen_precisions(module, model.precisions, plan, {"fp8": products, "weights": stored})
         made.wanted = {path: found.value for path, found in chosen.items() if found.value != "model"}
         if there is not None and there.originals == "checkpoint":
             made.wanted = dict(there.wanted)
         made.kept = {path: found.reason for path, found in chosen.items() if path not in made.wanted}
         used = {chosen[path].rewrite for path in made.wanted}
         none = "all of its linear layers stay in the model's dtype"
-        made.refused = {rewrite: none for rewrite in fp8 if rewrite not in used}
+        made.refused = {rewrite: none for rewrite in (products, stored) if rewrite not in used}
     if conversion.suspended(module):
         made.blocking = f"{name} is paused, with stock's weights for a while; leave the paused() block first"
     elif there is None:

@@ -6,6 +6,9 @@ import math
 from typing import Any
 
 import torch
+from torch.nn import functional
+
+from fusedit.runtime.branches import without_adapters
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -69,3 +72,22 @@ def width_of(block: Any) -> int:
 
 def eps(norm: Any, x: torch.Tensor) -> float:
     return torch.finfo(x.dtype).eps if norm.eps is None else float(norm.eps)
+
+
+def typical_conditions(m: Any) -> torch.Tensor:
+    """What modulation layers read [n, C]: over time steps, guidance, and pooled prompts of many directions and lengths.
+
+    With 8 prompts instead of 64, or all of one length, codes suit the samples and nothing else: the error on real
+    prompts is then larger than that of the nearest codes.
+    """
+    weight = m.time_text_embed.timestep_embedder.linear_1.weight
+    generator = torch.Generator().manual_seed(0)
+    pooled = torch.randn(64, m.config.pooled_projection_dim, generator=generator) * torch.linspace(0, 1, 64)[:, None]
+    times = torch.linspace(0.01, 1, 16) * 1000
+    grid = [times, torch.arange(64.0)]
+    if m.config.guidance_embeds:
+        grid.insert(1, torch.tensor([1.0, 2.5, 3.5, 5.0]) * 1000)
+    *numbers, prompt = torch.cartesian_prod(*grid).unbind(1)
+    with torch.no_grad(), without_adapters(m.time_text_embed):
+        made: torch.Tensor = m.time_text_embed(*(t.to(weight) for t in (*numbers, pooled[prompt.long()])))
+        return functional.silu(made)

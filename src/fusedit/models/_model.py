@@ -43,12 +43,20 @@ class Rewrite:
         exactness: `bitwise`, `reordered` or `lossy`.
         summary: what it replaces, in one line.
         tier: the first tier that has it.
+        default: whether that tier switches it on where a plan does not name it.
+        replaces: name of the rewrite that it stands for where it is on.
     """
 
     name: str
     exactness: str
     summary: str
     tier: str = "exact"
+    default: bool = True
+    replaces: str = ""
+
+    def on(self, plan: Plan) -> bool:
+        """Whether this plan switches it on."""
+        return plan.enabled(self.name, self.tier, self.default)
 
 
 class Followed(Generic[T]):
@@ -165,6 +173,11 @@ class FusedModel(ABC):
         return form_of(cls.stock_class(), cls.arguments(module), cls.blocks)
 
     @classmethod
+    def typical(cls, module: nn.Module) -> torch.Tensor | None:  # noqa: ARG003
+        """What the layers with e4m3 weights alone read, [n, K] samples of it, where that is known without a picture."""
+        return None
+
+    @classmethod
     @abstractmethod
     def refuse(cls, module: nn.Module) -> str | None:
         """Why this module (its config) cannot be served, or None."""
@@ -222,7 +235,9 @@ class FusedModel(ABC):
     @classmethod
     def rewrites_of(cls, plan: Plan) -> tuple[Rewrite, ...]:
         """The rewrites that the plan's tier has."""
-        return tuple(rewrite for rewrite in cls.rewrites if TIERS.index(rewrite.tier) <= TIERS.index(plan.base))
+        known = [rewrite for rewrite in cls.rewrites if TIERS.index(rewrite.tier) <= TIERS.index(plan.base)]
+        replaced = {rewrite.replaces for rewrite in known if rewrite.on(plan)}
+        return tuple(rewrite for rewrite in known if rewrite.name not in replaced)
 
     def hoisted(
         self, rewrite: str, inputs: tuple[torch.Tensor, ...], owner: nn.Module, compute: Callable[[], Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Any, Final
 
 from torch import nn
 
@@ -18,7 +18,7 @@ class Precision:
     """What the fp8 tier does with the linear layers of a model that a pattern matches; the first match counts.
 
     Attributes:
-        pattern: over paths inside the module, `*` for any text.
+        pattern: over paths inside the module, `*` for any text; blocks may be counted from the end, `blocks.-1.*`.
         value: `fp8`, `weights` or `model`; see `fusedit.plan.PRECISIONS`.
         reason: why, where that is `model` or `weights`.
         fixed: why no plan can change that, where none can.
@@ -73,12 +73,13 @@ def chosen_precisions(
     tied = _tied(module)
     made = {}
     for path, layer in linear_layers(module):
-        rule = next((rule for rule in table if fnmatchcase(path, rule.pattern)), _NO_RULE)
+        names_of = path, _from_the_end(module, path)
+        rule = next((rule for rule in table if _matches(names_of, rule.pattern)), _NO_RULE)
         value, reason = rule.value, rule.reason
         if plan.precision["default"] == "model" and value != "model":
             value, reason = "model", "the plan's default"
         for pattern, wanted in sites.items():
-            if fnmatchcase(path, pattern):
+            if _matches(names_of, pattern):
                 unused.discard(pattern)
                 value, reason = wanted, "the plan says so"
         rewrite = names.get(rule.value, names["fp8"])
@@ -92,6 +93,20 @@ def chosen_precisions(
             "`fusedit sensitivity` lists their paths"
         )
     return made
+
+
+def _from_the_end(module: nn.Module, path: str) -> str:
+    """The same path with its block counted from the end of the list."""
+    head, _, rest = path.partition(".")
+    blocks: Any = module._modules.get(head)
+    number, dot, rest = rest.partition(".")
+    if not isinstance(blocks, nn.ModuleList) or not number.isdecimal():
+        return path
+    return f"{head}.{int(number) - len(blocks)}{dot}{rest}"
+
+
+def _matches(names: tuple[str, str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 _NO_RULE: Final = Precision("*", "model", "no rule names it")

@@ -23,7 +23,7 @@ from fusedit.float8.rows import part
 from fusedit.models._attention import attention_reason
 from fusedit.models._bounds import Bounds, gelu_bounds
 from fusedit.models._flux_double import Double
-from fusedit.models._flux_parts import Pair, Residuals, Vectors, width_of
+from fusedit.models._flux_parts import Pair, Residuals, Vectors, typical_conditions, width_of
 from fusedit.models._flux_single import Single
 from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
@@ -94,6 +94,9 @@ class Flux(FusedModel):
         ),
         Rewrite("flux.hoist", "bitwise", "rotary tables and the text projection once a run instead of once a step"),
         Rewrite("flux.fp8", "lossy", "products of e4m3 weights and activations, quantised where they are made", "fp8"),
+        Rewrite(
+            "flux.fp8_attention", "lossy", "attention on e4m3 codes; off unless named", "fp8", False, "flux.attention"
+        ),
         Rewrite("flux.fp8_modulation", "lossy", "weights of the modulation in e4m3, applied as they are", "fp8"),
     )
     precisions = (
@@ -101,6 +104,7 @@ class Flux(FusedModel):
         Precision("*norm1_context.linear", "weights", "one row reads 3.2 billion weights"),
         Precision("single_transformer_blocks.*.norm.linear", "weights", "one row reads 3.2 billion weights"),
         Precision("norm_out.linear", "weights", "one launch with the other modulation layers"),
+        Precision("transformer_blocks.0.ff.*", "model", "36 % of the squared error on tiny-flux, 0.3 % of the time"),
         Precision("transformer_blocks.*", "fp8"),
         Precision("single_transformer_blocks.*", "fp8"),
         Precision(
@@ -129,7 +133,10 @@ class Flux(FusedModel):
         self.rope = self.site("flux.qk_norm_rope", ops.qk_norm_rope)
         self.gelu = self.site("flux.gelu", ops.gelu_tanh)
         self.linear_gelu = self.site("flux.gelu", ops.linear_gelu)
-        self.attention = self.site("flux.attention", ops.attention)
+        coarse = plan.enabled("flux.fp8_attention", "fp8", False)
+        self.attention = (
+            self.site("flux.fp8_attention", ops.attention_fp8) if coarse else self.site("flux.attention", ops.attention)
+        )
         self.scaled_linear_gelu = self.site("flux.gelu", ops.scaled_linear_gelu)
         self.row_bounds, self.scale_rows = (
             self.uncounted(ops.row_bounds),
@@ -153,6 +160,10 @@ class Flux(FusedModel):
     @classmethod
     def arguments(cls, module: nn.Module) -> dict[str, Any]:
         return from_config(module, num_layers=1, num_single_layers=1)
+
+    @classmethod
+    def typical(cls, module: nn.Module) -> torch.Tensor | None:
+        return typical_conditions(module)
 
     @classmethod
     def refuse(cls, module: nn.Module) -> str | None:

@@ -6,6 +6,8 @@ peft does anything else (DoRA, dropout in training, weights of another dtype, a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -83,3 +85,18 @@ def _branch(layer: Any, name: str) -> Branch | None:
 def _plain(part: Any) -> bool:
     """Whether half of a pair is a linear layer without a bias."""
     return type(part) is nn.Linear and part._parameters["bias"] is None
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Inside the block the LoRA layers in `module` are as if they were not there, but for merged ones."""
+    found = [m for m in module.modules() if type(m).__module__.startswith("peft.") and "_disable_adapters" in vars(m)]
+    layers = [layer for layer in found if not getattr(layer, "merged", False)]
+    before = [layer.__dict__["_disable_adapters"] for layer in layers]
+    try:
+        for layer in layers:
+            layer.__dict__["_disable_adapters"] = True
+        yield
+    finally:
+        for layer, was in zip(layers, before, strict=True):
+            layer.__dict__["_disable_adapters"] = was
