@@ -1,4 +1,5 @@
-"""Products of e4m3 written for Hopper: tiles by TMA, products by wgmma, and a group of warps that ends tiles meanwhile.
+"""Products written for Hopper, of e4m3 or of bf16 with a low-rank term: tiles by TMA, products by wgmma, and a group of
+warps that ends tiles meanwhile.
 
 The kernel is in _scaled_hopper_kernel.py, in Gluon. One program a multiprocessor takes tiles in turn.
 """
@@ -19,6 +20,9 @@ Tensor = torch.Tensor
 ACTS: Final = ("none", "gelu", "swiglu")
 WIDE: Final = 64
 """Columns of a block of the result."""
+BUSY: Final = 0.7
+"""Instead of `_hopper.FULL` where a term and an activation would take passes of their own behind the library's product;
+estimated: two passes over the text rows of FLUX, which keep 73 % of an H200 busy, take as long as what is idle."""
 GROUP: Final = 8
 """Tiles of rows that share weights in L2."""
 
@@ -41,11 +45,16 @@ def reason(x: Tensor, weight: Tensor) -> str:
     return "" if _rows.vector(K, x, weight) > 1 else "needs rows on 16 bytes"
 
 
-def idle(x: Tensor, N: int) -> str:
-    """Why so many multiprocessors would be idle that the library is faster, or nothing."""
+def idle(x: Tensor, N: int, t: Tensor | None = None) -> str:
+    """Why so many multiprocessors would be idle that the library is faster, or nothing.
+
+    Args:
+        t: of a term that would take a pass of its own, as would an activation.
+    """
+    least = _hopper.FULL if t is None else BUSY
     count, needed = _rows.multiprocessors(x.device.index or 0), _hopper.tiles(x, N)
     share = needed / (cdiv(needed, count) * count)
-    return "" if share >= _hopper.FULL else f"{needed} tiles keep only {share:.0%} of {count} multiprocessors busy"
+    return "" if share >= least else f"{needed} tiles keep only {share:.0%} of {count} multiprocessors busy"
 
 
 def low_reason(t: Tensor | None, up: Tensor | None, part: int, pair: bool) -> str:
@@ -64,9 +73,9 @@ def low_reason(t: Tensor | None, up: Tensor | None, part: int, pair: bool) -> st
 def launch(
     act: str,
     x: Tensor,
-    x_scale: Tensor,
+    x_scale: Tensor | None,
     weight: Tensor,
-    weight_scale: Tensor,
+    weight_scale: Tensor | None,
     bias: Tensor | None = None,
     y: Tensor | None = None,
     g: Tensor | None = None,
@@ -81,6 +90,7 @@ def launch(
     dense; rows of x, weight, y and g on 16 bytes.
 
     `none`: y [B,S,N]. `gelu`: y [B,S,start], g [B,S,N - start], start a multiple of COLUMNS. `swiglu`: g [B,S,N / 2].
+    x and weight in bf16: no scales, and of `gelu` all in y [B,S,N].
     t [B,S,P R], up [N,R] and part as in _scaled.py, if they have no `low_reason`.
     """
     B, S, K = x.shape
@@ -91,20 +101,21 @@ def launch(
     parts = 1 if t is None or not ranks else t.shape[2] // ranks
     tiles = B * cdiv(S, ROWS) * cdiv(N, COLUMNS)
     programs = min(_rows.multiprocessors(x.device.index or 0), tiles)
-    low, narrow = STEP // 2, [1, ROWS // 2, WIDE]
+    step, low, narrow = STEP // x.element_size(), STEP // 2, [1, ROWS // 2, WIDE]
+    none = small.view(torch.float32)
     given_y = small if y is None or not y.shape[-1] else y
     given_g = given_y if g is None or not g.shape[-1] else g
     _scaled_hopper_kernel.product[(programs,)](
-        _descriptor(x, [1, ROWS, STEP]),
-        _weights(weight, STEP, pair),
+        _descriptor(x, [1, ROWS, step]),
+        _weights(weight, step, pair),
         _descriptor(small if t is None else t, [1, ROWS, low]),
         _weights(small[0] if up is None else up, low, pair),
         _descriptor(given_y, narrow),
         _descriptor(given_g, narrow),
-        x_scale,
-        weight_scale,
-        weight_scale if bias is None else bias,
-        x_scale if g_scale is None else g_scale,
+        none if x_scale is None else x_scale,
+        none if weight_scale is None else weight_scale,
+        none if bias is None else bias,
+        none if g_scale is None else g_scale,
         B,
         S,
         N,
@@ -125,9 +136,9 @@ def launch(
 def into(
     act: str,
     x: Tensor,
-    x_scale: Tensor,
+    x_scale: Tensor | None,
     weight: Tensor,
-    weight_scale: Tensor,
+    weight_scale: Tensor | None,
     bias: Tensor | None,
     y: Tensor | None,
     g: Tensor | None,
@@ -151,9 +162,8 @@ def into(
         for given in (y, g)
     ]
     tokens = x if x.ndim == 3 else x[None]
-    scale = x_scale.contiguous()
     launch(
-        act, tokens, scale, weight, weight_scale.contiguous(), dense(bias), three(targets[0]), three(targets[1]),
+        act, tokens, dense(x_scale), weight, dense(weight_scale), dense(bias), three(targets[0]), three(targets[1]),
         dense(g_scale), start, three(t), up, part,
     )  # fmt: skip
     for given, target in zip((y, g), targets, strict=True):
@@ -204,9 +214,11 @@ def _descriptor(t: Tensor, block: list[int]) -> Any:
     return _hopper.descriptor(t, block, _gluon.gl.NVMMASharedLayout.get_default_for(block, element))
 
 
-def builds(act: str) -> list[Build]:
+def builds(act: str, codes: bool = True) -> list[Build]:
+    """Of the kernel for e4m3, or for bf16."""
     if _gluon.reason:
         return []
+    x, g, step = ("fp8e4nv", "fp8e4nv", STEP) if codes else ("bf16", "bf16", STEP // 2)
 
     def tile(name: str, *block: int) -> str:
         element = {"bf16": _gluon.gl.bfloat16, "fp8e4nv": _gluon.gl.float8e4nv}[name]
@@ -215,16 +227,17 @@ def builds(act: str) -> list[Build]:
 
     both = (2, COLUMNS // 2) if act == "swiglu" else (COLUMNS,)
     types = {
-        "x_d": tile("fp8e4nv", 1, ROWS, STEP),
-        "weight_d": tile("fp8e4nv", *both, STEP),
+        "x_d": tile(x, 1, ROWS, step),
+        "weight_d": tile(x, *both, step),
         "t_d": tile("bf16", 1, ROWS, STEP // 2),
         "up_d": tile("bf16", *both, STEP // 2),
         "y_d": tile("bf16", 1, ROWS // 2, WIDE),
-        "g_d": tile("bf16" if act == "none" else "fp8e4nv", 1, ROWS // 2, WIDE),
+        "g_d": tile("bf16" if act == "none" else g, 1, ROWS // 2, WIDE),
         "x_scale_ptr": "*fp32",
         "weight_scale_ptr": "*fp32",
         "bias_ptr": "*bf16",
         "g_scale_ptr": "*fp32",
     }
     flags = {"ACT": ACTS.index(act), "BIAS": act != "swiglu", "GROUP": GROUP}
-    return [Build.of("hopper", _scaled_hopper_kernel.product, types, flags, 4, "no-spill", "descriptors")]
+    name = "hopper" if codes else "bf16-low-rank-hopper"
+    return [Build.of(name, _scaled_hopper_kernel.product, types, flags, 4, "no-spill", "descriptors")]

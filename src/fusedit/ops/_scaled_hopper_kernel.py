@@ -1,10 +1,11 @@
 """The device side of _scaled_hopper.py: a warp that copies, two groups of four that multiply, two that finish.
 
-A tile is BM = 128 rows by BN = 256 columns of u = (x . weight^T) * x_scale * weight_scale + bias. `xs` and `ws` are
-rings of S steps of BK bytes of x and weight. Each multiplying group has 64 rows; when its sums are complete it scales
-them by x_scale, rounds them to bf16 into its half of `u`, and goes on with the next tile. Two warps take them from
-there: weight_scale, bias, activation, quantisation and the way to memory cost the tensor cores no time while a tile's
-products take longer than its end. A low-rank term t . up^T is more steps of the same ring, 64 ranks each, in bf16.
+A tile is BM = 128 rows by BN = 256 columns of u = (x . weight^T) * x_scale * weight_scale + bias, of e4m3; or of bf16,
+without scales and with results in bf16. `xs` and `ws` are rings of S steps of BK bytes of x and weight. Each
+multiplying group has 64 rows; when its sums are complete it scales them by x_scale, rounds them to bf16 into its half
+of `u`, and goes on with the next tile. Two warps take them from there: weight_scale, bias, activation, quantisation and
+the way to memory cost the tensor cores no time while a tile's products take longer than its end. A low-rank term
+t . up^T is more steps of the same ring, 64 ranks each, in bf16.
 
 A full barrier ends its phase when data have come, a free one when all who read the slot have done with it.
 """
@@ -108,7 +109,8 @@ def _copies(
     xs, ws, _ = memory
     full, free, _, _ = barriers
     _, _, _, K, R, _, programs = sizes
-    steps = gl.cdiv(K, BK)
+    WIDE: gl.constexpr = BK * 8 // x_d.dtype.primitive_bitwidth
+    steps = gl.cdiv(K, WIDE)
     all_steps = steps + gl.cdiv(R, BK // 2)
     place = 0
     phase = 1  # a barrier not yet used counts as having ended its phase 1
@@ -119,7 +121,8 @@ def _copies(
             mbarrier.expect(full.index(place), (BM + BN) * BK)
             left, right = xs.index(place), ws.index(place)
             if step < steps:
-                _copy_step(x_d, weight_d, left, right, full.index(place), item, row, c, step * BK, step * BK, ACT)
+                at = step * WIDE
+                _copy_step(x_d, weight_d, left, right, full.index(place), item, row, c, at, at, ACT)
             else:
                 # What of t lies beyond its part meets the zeros that the copy engine gives beyond the ranks of up.
                 at = (step - steps) * (BK // 2)
@@ -138,21 +141,27 @@ def _products(
     GROUP: gl.constexpr,
 ) -> None:
     """A group of warps: rows WHICH * HALF and on of every tile."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    LOW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK // 2], gl.bfloat16)
     xs, ws, u = memory
+    CODES: gl.constexpr = xs.dtype.primitive_bitwidth == 8
+    WIDE: gl.constexpr = BK if CODES else BK // 2
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32 if CODES else 16])
+    LOW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK // 2], gl.bfloat16)
     full, free, u_full, u_free = barriers
     _, L, _, K, R, _, programs = sizes
+    steps = gl.cdiv(K, WIDE)
+    if not CODES:  # the term is multiplied as all else is
+        steps += gl.cdiv(R, BK // 2)
     place = 0
     phase = 0
     turn = 1
     for tile in range(gl.program_id(0), _tiles(sizes), programs):
         item, row, _ = _locate(tile, sizes, GROUP)
-        rows = row + WHICH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, ACC))
-        x_scale = gl.load(x_scale_ptr + item.to(gl.int64) * L + rows, mask=rows < L, other=0.0)
+        if CODES:
+            rows = row + WHICH * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, ACC))
+            x_scale = gl.load(x_scale_ptr + item.to(gl.int64) * L + rows, mask=rows < L, other=0.0)
         acc = gl.zeros([HALF, BN], gl.float32, ACC)
         last = 0
-        for step in range(gl.cdiv(K, BK)):
+        for step in range(steps):
             mbarrier.wait(full.index(place), phase)
             left = xs.index(place).slice(WHICH * HALF, HALF)
             acc = warpgroup_mma(left, ws.index(place).permute((1, 0)), acc, use_acc=step > 0, is_async=True)
@@ -161,19 +170,22 @@ def _products(
             mbarrier.arrive(free.index(last), count=1, pred=step > 0)
             last = place
             place, phase = _next(place, phase, S)
-        for _ in range(gl.cdiv(R, BK // 2)):
-            mbarrier.wait(full.index(place), phase)
-            left = view(xs.index(place), gl.bfloat16, [BM, BK // 2], LOW).slice(WHICH * HALF, HALF)
-            right = view(ws.index(place), gl.bfloat16, [BN, BK // 2], LOW)
-            acc = _low_rank(left, right, acc)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            sync()
-            mbarrier.arrive(free.index(last), count=1)
-            last = place
-            place, phase = _next(place, phase, S)
+        if CODES:
+            for _ in range(gl.cdiv(R, BK // 2)):
+                mbarrier.wait(full.index(place), phase)
+                left = view(xs.index(place), gl.bfloat16, [BM, BK // 2], LOW).slice(WHICH * HALF, HALF)
+                right = view(ws.index(place), gl.bfloat16, [BN, BK // 2], LOW)
+                acc = _low_rank(left, right, acc)
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+                sync()
+                mbarrier.arrive(free.index(last), count=1)
+                last = place
+                place, phase = _next(place, phase, S)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.wait(u_free.index(WHICH), turn)
-        u.index(WHICH).store(_rounded(acc * x_scale[:, None]))
+        if CODES:
+            acc *= x_scale[:, None]
+        u.index(WHICH).store(_rounded(acc))
         sync()
         mbarrier.arrive(free.index(last), count=1)
         mbarrier.arrive(u_full.index(WHICH), count=1)
@@ -246,7 +258,8 @@ def _ends(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDE], gl.bfloat16)
     NARROW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDE], gl.float8e4nv)
-    _, _, u = memory
+    xs, _, u = memory
+    CODES: gl.constexpr = xs.dtype.primitive_bitwidth == 8
     _, _, u_full, u_free = barriers
     _, L, N, _, _, start, programs = sizes
     turn = 0
@@ -256,7 +269,7 @@ def _ends(
             first = row + which * HALF
             rows = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, LAYOUT))
             inverse = gl.full([HALF], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
-            if ACT != 0:
+            if CODES and ACT != 0:
                 inverse /= gl.load(g_scale_ptr + item.to(gl.int64) * L + rows, mask=rows < L, other=1.0)
             blocks = view(u.index(which), gl.bfloat16, [4, HALF, WIDE], BLOCK)
             mbarrier.wait(u_full.index(which), turn)
@@ -264,19 +277,26 @@ def _ends(
                 F = N // 2
                 for j in gl.static_range(2):
                     column = c * (BN // 2) + j * WIDE
-                    at = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, LAYOUT))
-                    a_scale = _column(weight_scale_ptr, at, F)
-                    b_scale = _column(weight_scale_ptr + F, at, F)
-                    h = blocks.index(j).load(LAYOUT).to(gl.float32) * (0.5 * a_scale)[None, :]
-                    b = blocks.index(j + 2).load(LAYOUT).to(gl.float32) * b_scale[None, :]
-                    g = (h + h * _tanh(h)) * b * inverse[:, None]
-                    to = view(blocks.index(j), gl.float8e4nv, [2 * HALF, WIDE], NARROW).slice(0, HALF)
-                    _send(_e4m3(g), to, g_d, item, first, column)
+                    if CODES:
+                        at = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, LAYOUT))
+                        a_scale = _column(weight_scale_ptr, at, F)
+                        b_scale = _column(weight_scale_ptr + F, at, F)
+                        h = blocks.index(j).load(LAYOUT).to(gl.float32) * (0.5 * a_scale)[None, :]
+                        b = blocks.index(j + 2).load(LAYOUT).to(gl.float32) * b_scale[None, :]
+                        g = (h + h * _tanh(h)) * b * inverse[:, None]
+                        to = view(blocks.index(j), gl.float8e4nv, [2 * HALF, WIDE], NARROW).slice(0, HALF)
+                        _send(_e4m3(g), to, g_d, item, first, column)
+                    else:
+                        h = blocks.index(j).load(LAYOUT).to(gl.float32) * 0.5
+                        g = (h + h * _tanh(h)) * blocks.index(j + 2).load(LAYOUT).to(gl.float32)
+                        _send(_rounded(g), blocks.index(j), g_d, item, first, column)
             else:
                 for j in gl.static_range(4):
                     column = c * BN + j * WIDE
                     at = column + gl.arange(0, WIDE, layout=gl.SliceLayout(0, LAYOUT))
-                    v = blocks.index(j).load(LAYOUT).to(gl.float32) * _column(weight_scale_ptr, at, N)[None, :]
+                    v = blocks.index(j).load(LAYOUT).to(gl.float32)
+                    if CODES:
+                        v *= _column(weight_scale_ptr, at, N)[None, :]
                     if BIAS:
                         v += _column(bias_ptr, at, N)[None, :]
                     if ACT == 0:  # noqa: SIM114  known when this is compiled, which the next is not
@@ -285,9 +305,12 @@ def _ends(
                         _send(_rounded(v), blocks.index(j), y_d, item, first, column)
                     else:
                         h = 0.5 * v
-                        g = (h + h * _tanh(v * (0.7978845608028654 + 0.03567740814183427 * v * v))) * inverse[:, None]
-                        to = view(blocks.index(j), gl.float8e4nv, [2 * HALF, WIDE], NARROW).slice(0, HALF)
-                        _send(_e4m3(g), to, g_d, item, first, column - start)
+                        g = h + h * _tanh(v * (0.7978845608028654 + 0.03567740814183427 * v * v))
+                        if CODES:
+                            to = view(blocks.index(j), gl.float8e4nv, [2 * HALF, WIDE], NARROW).slice(0, HALF)
+                            _send(_e4m3(g * inverse[:, None]), to, g_d, item, first, column - start)
+                        else:
+                            _send(_rounded(g), blocks.index(j), y_d, item, first, column)
             tma.store_wait(0)
             sync()
             mbarrier.arrive(u_free.index(which), count=1)
@@ -331,14 +354,16 @@ def product(
 ) -> None:
     """ACT: 0 y = u; 1 gelu from column `start` on, a multiple of BN; 2 swiglu of columns n and N / 2 + n, start 0.
 
+    Of bf16, y [B, L, N] holds the results of 0 and 1, with GELU where it is, and g those of 2; no scale is read.
     R ranks in t [B, L, P R] and up [N, R]; columns n of u take part min(n // part, last) of t, where `part` is a
     multiple of BN or last = P - 1 is 0. R = 0: no low-rank term.
     """
     dtype: gl.constexpr = x_d.dtype
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], dtype)
+    WIDE: gl.constexpr = BK * 8 // dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, WIDE], dtype)
     SUMS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BN], gl.bfloat16)
-    xs = gl.allocate_shared_memory(dtype, [S, BM, BK], LAYOUT)
-    ws = gl.allocate_shared_memory(dtype, [S, BN, BK], LAYOUT)
+    xs = gl.allocate_shared_memory(dtype, [S, BM, WIDE], LAYOUT)
+    ws = gl.allocate_shared_memory(dtype, [S, BN, WIDE], LAYOUT)
     u = gl.allocate_shared_memory(gl.bfloat16, [2, HALF, BN], SUMS)
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())

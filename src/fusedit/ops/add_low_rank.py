@@ -202,7 +202,6 @@ def _on_y(y: Tensor, *_: Any) -> Tensor:
 CASES = (
     Case("small", (T(_Y), *_low(_Y, 96, 8)), alias=_on_y),
     Case("rows", (T((7, 96)), *_low((7, 96), 96, 40))),
-    Case("four-dimensions", (T((2, 3, 5, 96)), *_low((2, 3, 5, 96), 96, 8))),
     Case("parts", (T((2, 5, 512)), *_low((2, 5, 512), 512, 8, 3), 128), alias=_on_y),
     Case("parts-in-a-tile", (T(_Y), *_low(_Y, 96, 8, 3), 16)),
     Case("scaled", (T(_Y), *_low(_Y, 96, 8), 0, *_scales(*_Y)), alias=_on_y),

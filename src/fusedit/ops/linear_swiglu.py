@@ -1,6 +1,7 @@
 """Both input layers of a gated feed-forward layer and SwiGLU, in one kernel.
 
-    y[..., f] = a sigmoid(a) b,   a = sum_k x[..., k] weight[f, k],   b = sum_k x[..., k] weight[F + f, k]
+    u[..., n] = sum_k x[..., k] weight[n, k] (+ low[..., n])
+    y[..., f] = a sigmoid(a) b,   a = u[..., f],   b = u[..., F + f]
 
 x[..., K], weight[2 F, K] (both layers, one after the other), y[..., F], one dtype. The products are accumulated in fp32
 and never rounded before the gate; neither is written to memory.
@@ -9,26 +10,30 @@ columns, so that the gate needs nothing but a thread's own registers. Everywhere
 the last wave of multiprocessors mostly idle, the library's product and swiglu; `linear_swiglu.backend(...)` says which.
 Measured on an H200, sustained, [4320,3840] x [20480,3840] in bf16: 1.038 ms, against 1.068 for cuBLAS and swiglu and
 1.008 for cuBLAS alone; at 1248 rows, whose last wave is half empty, both take 0.318.
+With a low-rank term (what LoRA adds: t[..., P R], up[2 F, R], see _low_rank.py) in bf16 on Hopper the kernel of
+_linear_hopper.py, of which the term is more steps; else add_low_rank between the two.
 Bytes: x, weight read, y written. FLOPs: 4 M F K. Exactness: reordered.
 Source: Shazeer 2020, as the feed-forward of Z-Image uses it (a = w1 x, b = w3 x).
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 
 from fusedit.errors import OpError
-from fusedit.ops import _check, _hopper
+from fusedit.ops import _check, _hopper, _linear_hopper, _low_rank
 from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
 from fusedit.ops._elementwise import sigmoid
 from fusedit.ops._hopper import BK, BM, BN, STAGES, descriptor, place
+from fusedit.ops._low_rank import rank
 from fusedit.ops._op import Backend, Cost, op
 from fusedit.ops._triton import kernel, tl
 from fusedit.ops._values import wide
+from fusedit.ops.add_low_rank import add_low_rank
 from fusedit.ops.swiglu import swiglu
 
 Tensor = torch.Tensor
@@ -36,37 +41,59 @@ BF: Final = BN // 2
 """Columns of y in a tile."""
 
 
-def reference(x: Tensor, weight: Tensor) -> Tensor:
-    x, weight = wide(x, weight)
-    a, b = (x @ weight.T).chunk(2, dim=-1)
+def reference(x: Tensor, weight: Tensor, t: Tensor | None = None, up: Tensor | None = None, part: int = 0) -> Tensor:
+    x, weight, t, up = wide(x, weight, t, up)
+    u = x @ weight.T
+    if t is not None and up is not None:
+        u = u + _low_rank.low_rank(t, up, part)
+    a, b = u.chunk(2, dim=-1)
     return a / (1 + torch.exp(-a)) * b
 
 
-def plain(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    a, b = F.linear(x, weight).chunk(2, dim=-1)
+def plain(
+    x: Tensor,
+    weight: Tensor,
+    t: Tensor | None = None,
+    up: Tensor | None = None,
+    part: int = 0,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    u = F.linear(x, weight)
+    if t is not None and up is not None:
+        u += _low_rank.low_rank(t, up, part)
+    a, b = u.chunk(2, dim=-1)
     return swiglu.unchecked(a, b, out=out)
 
 
-def check(x: Tensor, weight: Tensor) -> tuple[tuple[int, ...]]:
+def check(
+    x: Tensor, weight: Tensor, t: Tensor | None = None, up: Tensor | None = None, part: int = 0
+) -> tuple[tuple[int, ...]]:
     _check.activation("linear_swiglu", "x", x, "." * max(2, getattr(x, "ndim", 2)))
     _check.activation("linear_swiglu", "weight", weight, "NK")
     _check.like("linear_swiglu", "weight", weight, x, (weight.shape[0], x.shape[-1]))
     if weight.shape[0] % 2:
         raise OpError(f"linear_swiglu: weight must have an even number of rows, not {_check.show(weight)}")
+    _low_rank.check("linear_swiglu", x, weight.shape[0], t, up, part, x.dtype)
     return ((*x.shape[:-1], weight.shape[0] // 2),)
 
 
-def cost(x: Tensor, weight: Tensor) -> Cost:
+def cost(x: Tensor, weight: Tensor, t: Tensor | None = None, up: Tensor | None = None, part: int = 0) -> Cost:
+    del part
     rows = x.numel() // max(1, x.shape[-1])
-    return Cost(x.nbytes + weight.nbytes + rows * weight.shape[0] // 2 * x.element_size(), 2 * rows * weight.numel())
+    written = rows * weight.shape[0] // 2 * x.element_size()
+    flops = 2 * rows * weight.numel() + _low_rank.flops(x, up)
+    return Cost(_low_rank.nbytes(x, weight, t, up) + written, flops)
 
 
-def reads(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    return x[:0], x, weight  # the result may lie on neither
+def reads(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return x[:0], x, *(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))  # the result may lie on none
 
 
-def choose(x: Tensor, weight: Tensor) -> Backend:
+def choose(x: Tensor, weight: Tensor, t: Tensor | None = None, up: Tensor | None = None, part: int = 0) -> Backend:
     """The implementation that serves this call, and why no faster one does."""
+    if t is not None:
+        return _linear_hopper.choose("swiglu", x, weight, t, up, part, 0)
     chosen = _hopper.choose(x, weight, weight.shape[0])
     if chosen.name == "triton" and weight.shape[0] % BN:
         return Backend("separate", f"needs multiples of {BF} columns, not {weight.shape[0] // 2}")
@@ -114,7 +141,8 @@ def builds() -> list[Build]:
         "weight_d": f"tensordesc<bf16[2,{BF},{BK}]>",
         "y_d": f"tensordesc<bf16[1,{BM},{BF}]>",
     }
-    return [Build.of("bf16-hopper", _kernel, types, _CONSTEXPRS, 8, "no-spill", "descriptors", num_stages=STAGES)]
+    low = _linear_hopper.builds("swiglu")
+    return [*low, Build.of("bf16-hopper", _kernel, types, _CONSTEXPRS, 8, "no-spill", "descriptors", num_stages=STAGES)]
 
 
 def launch(x: Tensor, weight: Tensor, y: Tensor) -> None:
@@ -149,8 +177,15 @@ CASES = (
     Case("joint", (T((2, 5, 64), "joint"), T((256, 64), std=0.1)), ("small", "strided")),
     Case("sliced", (T((2, 5, 64), "sliced"), T((256, 64), std=0.1)), ("small", "strided")),
     Case("transposed", (T((2, 5, 64), "transposed"), T((96, 64), "gapped", std=0.1)), ("small", "strided")),
+    Case("low-rank", (T((2, 5, 64)), T((96, 64), std=0.1), *rank((2, 5, 64), 96, 8))),
+    Case("low-rank-parts", (T((7, 64)), T((96, 64), std=0.1), *rank((7, 64), 96, 8, 2), 48)),
     Case("empty", (T((2, 0, 64)), T((96, 64))), ("small", "empty")),
     Case("z-image", (T((1, 4320, 3840)), T((20480, 3840), std=0.016)), ("real",)),
+    Case(
+        "z-image-lora",
+        (T((1, 4320, 3840)), T((20480, 3840), std=0.016), *rank((1, 4320, 3840), 20480, 64)),
+        ("real",),
+    ),
     Case("z-image-joint", (T((2, 4128, 3840), "joint"), T((20480, 3840), std=0.016)), ("real",)),
     Case("z-image-512", (T((1, 1248, 3840)), T((20480, 3840), std=0.016)), ("real",)),
 )
@@ -167,15 +202,34 @@ CASES = (
     backend=choose,
     reads=reads,
 )
-def linear_swiglu(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """silu(x[..., K] @ w1^T) * (x @ w3^T) -> [..., F], weight[2F, K] holding w1 and then w3."""
-    name = choose(x, weight).name
+def linear_swiglu(
+    x: Tensor,
+    weight: Tensor,
+    t: Tensor | None = None,
+    up: Tensor | None = None,
+    part: int = 0,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """silu(x[..., K] @ w1^T) * (x @ w3^T) -> [..., F], weight[2F, K] holding w1 and then w3; with t[..., P R] @
+    up[2F, R]^T part by part added to both products where given."""
+    name = choose(x, weight, t, up, part).name
     linear_swiglu.ran[name] += 1
     if name == "plain":
-        return plain(x, weight, out=out)
+        return plain(x, weight, t, up, part, out=out)
     y = x.new_empty((*x.shape[:-1], weight.shape[0] // 2)) if out is None else out
-    if _hopper.first_time("linear_swiglu", x, weight):
+    if t is not None:
+        _linear_hopper.make_ready("swiglu", x, None)
+    elif _hopper.first_time("linear_swiglu", x, weight):
         _make_ready(x)
+    if name == "hopper":
+        assert t is not None
+        assert up is not None
+        _linear_hopper.into("swiglu", x, weight, None, y, 0, t, up, part)
+        return y
     if name == "separate":
-        return swiglu(*F.linear(x, weight).chunk(2, dim=-1), out=y)
+        u = F.linear(x, weight)
+        if t is not None and up is not None:
+            add_low_rank(u, t, up, part, out=u)
+        return swiglu(*u.chunk(2, dim=-1), out=y)
     return _hopper.into_dense(lambda x, y: launch(x, weight, y), x, y)

@@ -147,7 +147,7 @@ def choose(
         reason = f"start {start} is no multiple of {COLUMNS}"
     if not reason and start and dtype != "bfloat16":
         reason = f"gives bfloat16, not {dtype}"
-    reason = reason or _scaled_hopper.idle(x, N)
+    reason = reason or _scaled_hopper.idle(x, N, t)
     return Backend("separate", reason) if reason else Backend("hopper", "")
 
 

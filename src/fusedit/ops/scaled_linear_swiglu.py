@@ -113,7 +113,7 @@ def choose(
     if not x.is_cuda:
         return Backend("plain", f"emulated on {x.device.type}")
     reason = _scaled_hopper.reason(x, weight) or _scaled_hopper.low_reason(t, up, part, pair=True)
-    reason = reason or _scaled_hopper.idle(x, weight.shape[0])
+    reason = reason or _scaled_hopper.idle(x, weight.shape[0], t)
     return Backend("separate", reason) if reason else Backend("hopper", "")
 
 
