@@ -32,7 +32,7 @@ def catalogue() -> dict[str, Any]:
                 "component": ".".join(model.path),
                 "pipelines": list(model.pipelines),
                 "rewrites": [
-                    {"name": rewrite.name, "exactness": rewrite.exactness, "summary": rewrite.summary}
+                    {key: getattr(rewrite, key) for key in ("name", "tier", "exactness", "summary")}
                     for rewrite in model.rewrites
                 ],
                 "notes": list(model.notes),
@@ -57,10 +57,10 @@ def print_catalogue(found: dict[str, Any], console: Console) -> None:
     for model in found["supported"]:
         title = Text(f"{model['stock_class']} ({model['component']} of {', '.join(model['pipelines'])})")
         table = Table(title=title, title_justify="left")
-        for name in ("rewrite", "exactness", "what it replaces"):
+        for name in ("rewrite", "tier", "exactness", "what it replaces"):
             table.add_column(name, overflow="fold")
         for rewrite in model["rewrites"]:
-            table.add_row(*[Text(rewrite[key]) for key in ("name", "exactness", "summary")])
+            table.add_row(*[Text(rewrite[key]) for key in ("name", "tier", "exactness", "summary")])
         console.print(table)
         for note in model["notes"]:
             console.print(Text(f"note: {note}"))

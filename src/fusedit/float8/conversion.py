@@ -22,6 +22,7 @@ from fusedit.float8.linear import Float8Linear, quantise_weight
 from fusedit.float8.rounding import Rounder
 from fusedit.float8.source import Elsewhere, Source
 from fusedit.progress import Progress
+from fusedit.runtime.install import rebind
 
 ORIGINALS: Final = ("cpu", "reload", "drop")
 CAPABILITY: Final = (8, 9)
@@ -327,6 +328,7 @@ def _again(layer: Float8Linear, roomy: bool) -> Callable[[], None]:
     def again() -> None:
         layer.weight.data = codes.to(layer.weight.device)
         layer.__class__ = Float8Linear
+        rebind(layer, nn.Linear)
         layer.become(scale, dtype, activations)
         layer.__dict__.update(own)
 

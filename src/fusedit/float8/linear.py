@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from fusedit.errors import UsageError
 from fusedit.float8.products import quantise, scaled
 from fusedit.ops._fp8 import quantized
+from fusedit.runtime.install import rebind
 
 Tensor = torch.Tensor
 CODES: Final = torch.float8_e4m3fn
@@ -81,6 +82,7 @@ class Float8Linear(nn.Linear):
         dtype = weight.dtype
         weight.data = made_codes
         layer.__class__ = Float8Linear
+        rebind(layer, nn.Linear)
         made: Any = layer
         made.become(scale, dtype, activations)
         made.original = original
@@ -99,6 +101,7 @@ class Float8Linear(nn.Linear):
         for name in _OWN:
             del self.__dict__[name]
         self.__class__ = nn.Linear  # type: ignore[assignment]
+        rebind(self, Float8Linear)
 
     def first(self) -> Tensor | None:
         """The weight it was made of, or None where nobody has that any more.

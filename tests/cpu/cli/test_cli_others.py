@@ -42,8 +42,8 @@ def test_models_lists_every_rewrite(shell: Any) -> None:
 
     told = shell.json("models")
     assert {model["name"] for model in told["embedded"]} == {"tiny-flux", "tiny-z-image"}
-    told_rewrites = {r["name"]: r["exactness"] for model in told["supported"] for r in model["rewrites"]}
-    assert told_rewrites == {r.name: r.exactness for model in registry().values() for r in model.rewrites}
+    told_rewrites = {r["name"]: (r["exactness"], r["tier"]) for model in told["supported"] for r in model["rewrites"]}
+    assert told_rewrites == {r.name: (r.exactness, r.tier) for model in registry().values() for r in model.rewrites}
     text = shell("models").stdout
     assert all(name in text for name in told_rewrites)
 
@@ -51,8 +51,9 @@ def test_models_lists_every_rewrite(shell: Any) -> None:
 def test_doctor_on_this_machine(shell: Any) -> None:
     told = shell.json("doctor")
     assert told["packages"]["torch"]
-    assert [tier["tier"] for tier in told["tiers"]] == ["exact"]
-    assert all(tier["works"] for tier in told["tiers"])
+    assert [tier["tier"] for tier in told["tiers"]] == ["exact", "fp8"]
+    assert told["tiers"][0]["works"]
+    assert told["tiers"][1]["works"] or "no products in e4m3" in told["tiers"][1]["reason"]
     assert all(op["works"] for op in told["ops"])
     assert all(op["reason"] for op in told["ops"] if op["backend"] == "plain")
     result = shell("doctor")
