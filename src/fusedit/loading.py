@@ -14,6 +14,7 @@ import torch
 from fusedit.errors import (
     ArgumentError,
     DeviceMemoryError,
+    FuseditError,
     MissingExtraError,
     ModelNotFoundError,
     UnsupportedPipelineError,
@@ -145,6 +146,8 @@ def _from_pretrained(source: str, name: str, dtype: torch.dtype, device: torch.d
         ) from None
     except (RepositoryNotFoundError, HFValidationError):
         raise ModelNotFoundError(f"hub model {name!r} does not exist or is private; {_choices()}") from None
+    except FuseditError:  # of our own checkpoints: a sentence already
+        raise
     except ImportError as error:
         raise MissingExtraError(f"model {name!r} needs a library that is not installed: {_short(error)}") from None
     except (

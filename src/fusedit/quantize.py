@@ -77,7 +77,7 @@ def quantize(
     found = precisions(module, served, chosen)
     wanted = found.wanted
     if not wanted:
-        reason = found.blocking or next(iter(found.kept.values()), "it has no linear layers")
+        reason = found.blocking or next(iter(found.refused.values()), "it has no linear layers")
         raise PlanError(f"this plan quantises nothing of {model!r} ({reason}); give fp8")
     before = _bytes(module)
     start = time.perf_counter()

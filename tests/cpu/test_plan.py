@@ -46,7 +46,7 @@ def test_is_frozen_all_the_way_down() -> None:
         ({"schema": 2, "new_key": 1}, r"schema 2 is newer than the 1 .*upgrade"),
         ({"schema": 1, "speed": "max"}, r"unknown plan key 'speed'; known keys: schema, base"),
         ({"base": "exact"}, r"has no 'schema'"),
-        ({"schema": 1, "base": "turbo9"}, r"unknown plan 'turbo9'; known tiers: exact"),
+        ({"schema": 1, "base": "turbo9"}, r"unknown plan 'turbo9'; known tiers: exact, fp8"),
         ({"schema": 1, "rewrites": {"flux.gelu": 1}}, r"'flux.gelu' must be true or false, not 1"),
         ({"schema": 1, "rewrites": []}, r"'rewrites' must be an object, not list"),
         ({"schema": 1, "precision": {"default": "fp8"}}, r"precision.default is 'fp8'"),

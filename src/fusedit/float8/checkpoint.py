@@ -21,6 +21,7 @@ from fusedit.errors import OutputError, UnsupportedPipelineError
 from fusedit.float8.conversion import mark_loaded
 from fusedit.float8.linear import CODES, Float8Linear
 from fusedit.float8.mark import METHOD
+from fusedit.float8.source import INDEX, SINGLE
 
 COMPONENT: Final = "transformer"
 
@@ -60,26 +61,48 @@ def load_transformer(folder: Path, precision: Mapping[str, str], dtype: torch.dt
     stock = {model.stock_class().__name__: model.stock_class() for model in registry().values() if model.denoiser}
     kind: Any = stock.get(config.get("_class_name", ""))
     if kind is None:
-        raise UnsupportedPipelineError(f"{str(place)!r} is a {config.get('_class_name')!r}, which no model here serves")
+        raise UnsupportedPipelineError(
+            f"{str(place)!r} is a {config.get('_class_name')!r}, which no file of fusedit.models serves; load another"
+        )
     config.pop("quantization_config", None)
     with torch.device("meta"):
         module: nn.Module = kind.from_config(config)
     try:
         for path, value in precision.items():
-            layer: Any = module.get_submodule(path)
-            scale = torch.empty(layer.out_features, dtype=torch.float32, device="meta")
-            layer.weight = nn.Parameter(torch.empty(layer.weight.shape, dtype=CODES, device="meta"), False)
-            layer.__class__ = Float8Linear
-            layer.become(scale, dtype, value == "fp8")
-        module.load_state_dict(_read(place, dtype, device), assign=True)
+            _empty(module, path, value, dtype)
+        state = _read(place, dtype, device)
+        _check(state, precision)
+        module.load_state_dict(state, assign=True)
     except (AttributeError, RuntimeError, OSError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         words = " ".join(str(error).split())[:200]
         raise UnsupportedPipelineError(f"{str(place)!r} cannot be loaded: {words}; quantise the model again") from None
-    module.requires_grad_(False).eval()
+    module.requires_grad_(False)
+    module.eval()
     mark_loaded(module, precision)
     return module
+
+
+def _empty(module: nn.Module, path: str, value: str, dtype: torch.dtype) -> None:
+    """Make this layer one whose codes are still to come."""
+    layer: Any = module.get_submodule(path)
+    if type(layer) is not nn.Linear or value not in ("fp8", "weights"):
+        raise ValueError(f"its config says {value!r} of {path}, which is a {type(layer).__name__}")
+    scale = torch.empty(layer.out_features, dtype=torch.float32, device="meta")
+    layer.weight = nn.Parameter(torch.empty(layer.weight.shape, dtype=CODES, device="meta"), False)
+    made: Any = layer
+    made.__class__ = Float8Linear
+    made.become(scale, dtype, value == "fp8")
+
+
+def _check(state: Mapping[str, torch.Tensor], precision: Mapping[str, str]) -> None:
+    """Codes and scales where the config says so, and nowhere else; missing keys are left to torch."""
+    for key, t in state.items():
+        path, _, name = key.rpartition(".")
+        expected = {"weight": CODES, "weight_scale": torch.float32}.get(name) if path in precision else None
+        if t.dtype is not expected and (expected is not None or t.dtype is CODES):
+            raise ValueError(f"{key} is {t.dtype}" + (f", not {expected}" if expected else ", which its config omits"))
 
 
 def _read(place: Path, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
@@ -87,15 +110,18 @@ def _read(place: Path, dtype: torch.dtype, device: torch.device) -> dict[str, to
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    files = sorted(place.glob("*.safetensors"))
-    if not files:
-        raise OSError("it holds no safetensors files")
+    index = place / INDEX
+    names = {SINGLE}
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     state: dict[str, torch.Tensor] = {}
-    for file in files:
+    for name in sorted(names):
+        if not (place / name).is_file():
+            raise OSError(f"{name} is missing")
         try:
-            state |= load_file(file, device=str(device))
+            state |= load_file(place / name, device=str(device))
         except SafetensorError as error:
-            raise OSError(f"{file.name} is damaged ({error})") from None
+            raise OSError(f"{name} is damaged ({error})") from None
     scales = {key for key in state if key.endswith(".weight_scale")}
     return {
         key: t if t.dtype is CODES or key in scales or not t.is_floating_point() else t.to(dtype)
@@ -109,6 +135,8 @@ def save(pipe: Any, folder: Path) -> None:
     Raises:
         OutputError: the folder is there and not empty, or it cannot be written.
     """
+    from safetensors import SafetensorError
+
     check_new(folder)
     temporary = folder.parent / f".{folder.name[:80]}.{secrets.token_hex(6)}.part"
     try:
@@ -117,8 +145,9 @@ def save(pipe: Any, folder: Path) -> None:
         if folder.exists():
             folder.rmdir()
         temporary.rename(folder)
-    except OSError as error:
-        raise OutputError(f"cannot write {str(folder)!r}: {error.strerror or error}; choose another place") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"cannot write {str(folder)!r}: {reason}; choose another place") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from fusedit.cache.checksum import checksums
 from fusedit.errors import ArgumentError, RestoreError
 
-_INDEX = "diffusion_pytorch_model.safetensors.index.json"
-_SINGLE = "diffusion_pytorch_model.safetensors"
+INDEX: Final = "diffusion_pytorch_model.safetensors.index.json"
+SINGLE: Final = "diffusion_pytorch_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Source:
 
     def _file(self, key: str) -> str:
         """Which file holds a key: read anew each time, since files may be put there again."""
-        index = self.folder / _INDEX
-        return str(json.loads(index.read_text(encoding="utf-8"))["weight_map"][key]) if index.is_file() else _SINGLE
+        index = self.folder / INDEX
+        return str(json.loads(index.read_text(encoding="utf-8"))["weight_map"][key]) if index.is_file() else SINGLE
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -104,9 +104,9 @@ def _folder(name: str) -> Path | None:
     if not Path(name).is_dir():
         from huggingface_hub import try_to_load_from_cache
 
-        for file in (_INDEX, _SINGLE):
+        for file in (INDEX, SINGLE):
             for inside in (f"transformer/{file}", file):
                 found = try_to_load_from_cache(name, inside)
                 if isinstance(found, str):
                     places.append(Path(found).parent)
-    return next((p for p in places if (p / _INDEX).is_file() or (p / _SINGLE).is_file()), None)
+    return next((p for p in places if (p / INDEX).is_file() or (p / SINGLE).is_file()), None)
