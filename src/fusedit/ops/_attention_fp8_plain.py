@@ -36,10 +36,10 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, scale: float, *, int8: bool) -> Qu
     k_scale = _scale(k.abs().amax((-2, -1)), largest)
     v_scale = _scale(v.abs().amax((-2, -1)), E4M3_MAX)
     v_scale = torch.where(v_scale.isnan(), v_scale, torch.exp2(v_scale.log2().ceil()))
-    v8 = to_e4m3(v * v_scale.reciprocal()[..., None, None]).view(B * H, blocks * KEYS, D)
+    v8 = to_e4m3(v * v_scale.reciprocal()[..., None, None]).reshape(B * H, blocks * KEYS, D)
     return Quantised(
-        _codes(q * q_scale.reciprocal()[..., None], int8).view(B * H * rows, QUERIES, D),
-        _codes(k * k_scale.reciprocal()[..., None, None], int8).view(B * H * blocks, KEYS, D),
+        _codes(q * q_scale.reciprocal()[..., None], int8).reshape(B * H * rows, QUERIES, D),
+        _codes(k * k_scale.reciprocal()[..., None, None], int8).reshape(B * H * blocks, KEYS, D),
         v8[:, columns(blocks, v8.device)].transpose(1, 2).contiguous(),
         q_scale,
         torch.stack((k_scale, v_scale), -1),

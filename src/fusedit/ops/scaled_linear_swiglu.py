@@ -156,7 +156,7 @@ CASES = (
     builds=builds,
     backend=choose,
     reads=reads,
-    slack=(_scaled.CODES,),
+    slack=(_scaled.GATED,),
     mixed=True,
 )
 def scaled_linear_swiglu(

@@ -46,7 +46,7 @@ def split(layer: Any) -> Split | None:
         return Split(base, ())
     made = []
     for name in layer.active_adapters:
-        if name in layer.lora_A:
+        if name in layer.lora_A and layer.scaling[name] != 0:  # at scale 0 the base alone remains, to the bit
             branch = _branch(layer, name)
             if branch is None:
                 return None

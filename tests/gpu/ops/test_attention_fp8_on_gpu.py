@@ -40,8 +40,9 @@ def test_kernel_agrees_with_torch(sizes: tuple[int, int, int, int], int8: bool) 
         expected = torch.empty(q.shape, device="cuda")
         _attention_fp8.attend(made, k.shape[1], o, variant)
         _attention_fp8_plain.attend(made, k.shape[1], expected, variant)
-        # Weights near the middle of two codes of e4m3 may get the other one; keys in a wrong order would give about 1.
-        assert error(o - 2.0, expected.double() - 2.0).relative_l2 < 0.02, variant
+        # Weights near the middle of two codes of e4m3 may get the other one, and results that of two numbers in bf16,
+        # which around 2 lie far apart beside what keys add to it; in a wrong order these would be off by about 1.
+        assert error(o - 2.0, expected.bfloat16().double() - 2.0).relative_l2 < 0.06, variant
 
 
 @torch.no_grad()
