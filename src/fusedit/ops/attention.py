@@ -272,6 +272,7 @@ CASES = (
     Case("masked", (T(_Q), T(_K), T(_K), T((2, 7), fill="mask"))),
     Case("no-key-counts", (T(_Q), T(_K), T(_K), T((2, 7), fill="mask")), packed=_no_key),
     Case("scale", (T(_Q), T(_K), T(_K), None, 0.5)),
+    Case("negative-scale", (T(_Q), T(_K), T(_K), None, -0.5)),
     Case("one-query", (T((1, 1, 2, 24)), T((1, 9, 2, 24)), T((1, 9, 2, 24))), ("small", "odd")),
     Case("odd-head", (T((1, 5, 2, 15)), T((1, 9, 2, 15)), T((1, 9, 2, 15))), ("small", "odd")),
     Case("transposed", (T(_Q, "transposed"), T(_K, "gapped"), T(_K, "offset")), ("small", "strided")),
@@ -316,6 +317,8 @@ def attention(
     if name == "plain":
         attention.ran["plain"] += 1
         return plain(q, k, v, key_mask, scale, out=out)
+    if scale is not None and scale < 0:  # flash and cuDNN give NaN, since padded keys get -inf before it
+        q, scale = -q, -scale
     masked = key_mask is not None
     lying = [lies_well(t).transpose(1, 2) for t in (q, k, v)]
     bias = None if key_mask is None else _bias(key_mask, q)
