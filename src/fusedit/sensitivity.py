@@ -123,8 +123,9 @@ def sensitivity(
     if conversion_of(module) is not None:
         raise UnsupportedPipelineError("the transformer's weights are e4m3 already; give the model with its own")
     found = precisions(module, model, chosen)
-    if found.blocking or not (found.wanted or found.kept):
-        raise UnsupportedPipelineError(found.blocking or next(iter(found.refused.values())))
+    reason = found.blocking or (None if found.kept else next(iter(found.refused.values()), None))
+    if reason is not None:
+        raise UnsupportedPipelineError(reason)
     if not found.wanted:
         raise PlanError("this plan makes no layer e4m3, so there is nothing to measure; give fp8")
     layers = {path: layer for path, layer in linear_layers(module) if path in found.wanted}

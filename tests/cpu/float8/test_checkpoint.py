@@ -233,9 +233,7 @@ def test_what_cannot_be_quantised(flux_folders: Any, tmp_path: Path) -> None:
         quantize(stock, tmp_path / "full")
     with pytest.raises(PlanError, match="plan 'exact' quantises nothing; give fp8"):
         quantize(stock, out, "exact")
-    with pytest.raises(
-        PlanError, match=r"nothing of .* \(all of its linear layers stay .*\); give fp8"
-    ):
+    with pytest.raises(PlanError, match=r"nothing of .* \(all of its linear layers stay .*\); give fp8"):
         quantize(stock, out, Plan(base="fp8", precision={"default": "model"}))
     with pytest.raises(PlanError, match="matches no linear layer"):
         quantize(stock, out, Plan(base="fp8", precision={"sites": {"nothing": "fp8"}}))
