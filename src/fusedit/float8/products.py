@@ -17,10 +17,20 @@ def quantise(x: Tensor) -> Rows:
 
 
 def scaled(
-    x: Rows, weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+    x: Rows,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None = None,
+    low: tuple[Tensor, Tensor, int] | None = None,
 ) -> Tensor:
-    """Quantised rows [..., K] through a weight e4m3 [N, K] with its scale fp32 [N] -> [..., N] in `dtype` or `out`."""
+    """Quantised rows [..., K] through a weight e4m3 [N, K] with its scale fp32 [N] -> [..., N] in `dtype` or `out`.
+
+    Args:
+        low: t, up and part of a low-rank term, in units of the codes.
+    """
     op = ops.scaled_linear
     run = op.unchecked if x.codes.is_cpu else op
     name = str(dtype if out is None else out.dtype).removeprefix("torch.")
-    return run(x.codes, x.scale, weight, scale, bias, name, out=out)  # type: ignore[no-any-return]
+    return run(x.codes, x.scale, weight, scale, bias, name, *(low or ()), out=out)  # type: ignore[no-any-return]

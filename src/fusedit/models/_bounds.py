@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from fusedit.runtime.branches import Split
 from fusedit.runtime.hoist import RunCache
 
 Tensor = torch.Tensor
@@ -26,23 +27,23 @@ class Bounds:
 
     Args:
         cache: the model's, which knows the run.
-        make: layers of one row of the result -> its four numbers.
+        make: layers of one row of the result, each with what LoRA adds to it -> its four numbers.
     """
 
-    def __init__(self, cache: RunCache, make: Callable[[Any], Tensor]) -> None:
+    def __init__(self, cache: RunCache, make: Callable[[Sequence[Split]], Tensor]) -> None:
         self._cache, self._make = cache, make
         self._kept: tuple[Any, Any, Tensor] | None = None
 
-    def __call__(self, groups: Sequence[Sequence[Any]]) -> Tensor | None:
+    def __call__(self, groups: Sequence[Sequence[Split]]) -> Tensor | None:
         """One row for each group of layers, zeros for an empty one; None where all are empty."""
         if not any(groups):
             return None
         run = None if self._cache.run is None else self._cache.run.timesteps
-        stamp = tuple(_stamp(layer) for group in groups for layer in group), tuple(map(len, groups))
+        stamp = tuple(_stamp(part) for group in groups for part in group), tuple(map(len, groups))
         if self._kept is not None and self._kept[0] is run and self._kept[1] == stamp:
             return self._kept[2]
-        device = next(layer.weight.device for group in groups for layer in group)
-        rows = [self._make(group) if group else torch.zeros(4, device=device) for group in groups]
+        weight: Any = next(part.base.weight for group in groups for part in group)
+        rows = [self._make(group) if group else torch.zeros(4, device=weight.device) for group in groups]
         made = torch.stack(rows)
         self._kept = run, stamp, made
         return made
@@ -51,16 +52,20 @@ class Bounds:
         self._kept = None
 
 
-def _stamp(layer: Any) -> tuple[Any, ...]:
-    return tuple(
+def _stamp(part: Split) -> tuple[Any, ...]:
+    layer: Any = part.base
+    matrices = (t for branch in part.branches for t in branch[:2])
+    seen = tuple(
         (t.data_ptr(), -1 if t.is_inference() else t._version)
-        for t in (layer.weight, layer.weight_scale, layer.bias)
+        for t in (layer.weight, layer.weight_scale, layer.bias, *matrices)
         if t is not None
     )
+    return seen, tuple(branch.scale for branch in part.branches)
 
 
-def lengths(layer: Any) -> Tensor:
+def lengths(part: Split) -> Tensor:
     """L2 norm of each row of a Float8Linear's weight, fp32 [N]."""
+    layer: Any = part.base
     made = torch.empty_like(layer.weight_scale)
     for first in range(0, len(made), _ROWS):
         rows = slice(first, first + _ROWS)
@@ -70,31 +75,49 @@ def lengths(layer: Any) -> Tensor:
     return made
 
 
-def largest(layers: Sequence[Any]) -> Tensor:
+def changes(part: Split) -> Tensor:
+    """At most what each row of LoRA's change to a layer is long, fp32 [N]: |b A|^2 = b (A A^T) b^T, b a row of B."""
+    layer: Any = part.base
+    made = torch.zeros_like(layer.weight_scale)
+    for down, up, scale in part.branches:
+        a, b = down.float(), up.float()
+        square = ((b @ (a @ a.T)) * b).sum(dim=1)
+        made += abs(scale) * square.clamp_min_(0).sqrt_()
+    return made
+
+
+def largest(parts: Sequence[Split]) -> Tensor:
     """Of linear layers: the largest norm of a row and the largest bias, fp32 [2]."""
-    norms = torch.stack([lengths(layer).amax() for layer in layers]).amax()
+    norms = torch.stack([(lengths(part) + changes(part)).amax() for part in parts]).amax()
+    layers: list[Any] = [part.base for part in parts]
     biases = [layer.bias.float().abs().amax() for layer in layers if layer.bias is not None]
     return torch.stack([norms, torch.stack(biases).amax() if biases else torch.zeros_like(norms)])
 
 
-def gelu_bounds(layers: Sequence[Any]) -> Tensor:
+def gelu_bounds(parts: Sequence[Split]) -> Tensor:
     """fp32 [4] for gelu(first layer), and for what shares its scales: a mean of rows of the second (attention's v)."""
-    rest = largest(layers[1:]) if len(layers) > 1 else torch.zeros(2, device=layers[0].weight.device)
-    return torch.cat([largest(layers[:1]), rest])
+    first = largest(parts[:1])
+    return torch.cat([first, largest(parts[1:]) if len(parts) > 1 else torch.zeros_like(first)])
 
 
-def swiglu_bounds(layers: Sequence[Any]) -> Tensor:
+def swiglu_bounds(parts: Sequence[Split]) -> Tensor:
     """fp32 [4] for silu(a) b with a, b the two layers' outputs, which have no bias.
 
-    a b <= |x|^2 (|w| |v| + w . v) / 2 for a, b of one sign, and where a < 0, |silu(a)| < SILU_LEAST.
+    a b <= |x|^2 (|w| |v| + w . v) / 2 for a, b of one sign, and where a < 0, |silu(a)| < SILU_LEAST. LoRA's changes c
+    and d of w and v make w . v larger by |w| |d| + |v| |c| + |c| |d| at most.
     """
-    gate, value = layers
-    dots = torch.empty_like(gate.weight_scale)
+    w: Any
+    v: Any
+    w, v = (part.base for part in parts)
+    dots = torch.empty_like(w.weight_scale)
     for first in range(0, len(dots), _ROWS):
         rows = slice(first, first + _ROWS)
-        dots[rows] = (gate.weight[rows].float() * value.weight[rows].float()).sum(dim=1)
-    dots *= gate.weight_scale * value.weight_scale
-    a, b = lengths(gate), lengths(value)
-    square = ((a * b + dots.abs()) / 2).amax()
+        dots[rows] = (w.weight[rows].float() * v.weight[rows].float()).sum(dim=1)
+    dots *= w.weight_scale * v.weight_scale
+    a, b = map(lengths, parts)
+    c, d = map(changes, parts)
+    dots = dots.abs() + a * d + b * c + c * d
+    a, b = a + c, b + d
+    square = ((a * b + dots) / 2).amax()
     zero = torch.zeros_like(square)
     return torch.stack([square, SILU_LEAST * b.amax(), zero, zero])

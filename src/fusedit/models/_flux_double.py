@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from fusedit.float8.linear import Float8Linear
-from fusedit.float8.products import quantise, scaled
+from fusedit.float8.products import quantise
 from fusedit.float8.rows import Activation, Rows, part
 from fusedit.models._flux_parts import Pair, Six, eps
 from fusedit.models._flux_single import IMAGE
-from fusedit.models._products import linear, packed, takes_rows
+from fusedit.models._products import linear, low_of, packed, takes_rows
 from fusedit.models._scratch import Scratch, Targets
-from fusedit.runtime.branches import split
+from fusedit.runtime.branches import Split, split, split_for_packing
 from fusedit.runtime.linear import Part, scale_of
 
 if TYPE_CHECKING:
@@ -40,12 +39,17 @@ class Double:
 
     def reads_rows(self) -> tuple[bool, bool]:
         """Whether the norms before it should give rows in e4m3, to the image's and to the text's product."""
-        return takes_rows(self.image.layers()), takes_rows(self.text.layers())
+        terms = self.model.terms
+        return takes_rows(self.image.layers(), terms), takes_rows(self.text.layers(), terms)
 
-    def bounded(self) -> list[list[Any]]:
+    def bounded(self) -> list[list[Split]]:
         """For each stream the layer that bounds what the feed-forward layer's second product reads, in e4m3."""
-        pairs = [(ff.net[0].proj, ff.net[2]) for ff in (self.block.ff, self.block.ff_context)]
-        return [[first] if takes_rows(pair) and first.bias is not None else [] for pair in pairs for first in pair[:1]]
+        found = []
+        for ff in (self.block.ff, self.block.ff_context):
+            first = split_for_packing(ff.net[0].proj)
+            rows = takes_rows((ff.net[0].proj, ff.net[2]), self.model.terms)
+            found.append([first] if rows and first is not None and first.base.bias is not None else [])
+        return found
 
     def codes_width(self) -> int:
         """Columns of a feed-forward layer's inner input."""
@@ -61,8 +65,8 @@ class Double:
         found = split(attn.to_q)
         if found is not None and scale_of(found.base) is not None:
             model.counters.ran("flux.fp8")
-        packed(self.image, n[0], qkv[:, t:], offloaded=off)
-        packed(self.text, n[1], qkv[:, :t], offloaded=off)
+        packed(self.image, n[0], qkv[:, t:], offloaded=off, terms=model.terms)
+        packed(self.text, n[1], qkv[:, :t], offloaded=off, terms=model.terms)
         qkv = qkv.view(*qkv.shape[:2], 3, -1, attn.head_dim)
         for own, norm_q, norm_k, table in (
             (qkv[:, t:], attn.norm_q, attn.norm_k, (cos[:, t:], sin[:, t:])),
@@ -71,9 +75,9 @@ class Double:
             model.rope(own, norm_q.weight, norm_k.weight, *table, eps(norm_q, y), out=(own[:, :, 0], own[:, :, 1]))
         made: Tensor = model.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]).flatten(2)
         # Both streams are quantised in one pass, where both are.
-        a: Activation = quantise(made) if takes_rows((attn.to_out[0], attn.to_add_out)) else made
-        linear(attn.to_out[0], part(a, slice(t, None)), out=y[:, t:])
-        linear(attn.to_add_out, part(a, slice(None, t)), out=y[:, :t])
+        a: Activation = quantise(made) if takes_rows((attn.to_out[0], attn.to_add_out), model.terms) else made
+        linear(attn.to_out[0], part(a, slice(t, None)), y[:, t:], model.terms)
+        linear(attn.to_add_out, part(a, slice(None, t)), y[:, :t], model.terms)
 
     def feed(
         self,
@@ -95,7 +99,7 @@ class Double:
         ):
             hp, yp = h[:, rows], y[:, rows]
             _, _, gate_attention, scale, shift, gate_mlp = mod
-            n = part(targets.of(takes_rows([ff.net[0].proj])), rows)
+            n = part(targets.of(takes_rows([ff.net[0].proj], model.terms)), rows)
             model.gate_norm(hp, yp, gate_attention, scale, shift, out=(hp, n))
             self._feed(ff, n, yp, scratch, bound)
             if added is None:
@@ -107,23 +111,22 @@ class Double:
 
     def _feed(self, ff: Any, n: Activation, out: Tensor, scratch: Scratch, bound: Tensor | None) -> None:
         """n [B, S, C] through one stream's feed-forward layer, into out."""
-        proj, last = ff.net[0].proj, ff.net[2]
-        model = self.model
-        if isinstance(n, Rows) and bound is not None and isinstance(last, Float8Linear):
-            codes = scratch.codes(n, len(proj.weight))
-            scale = model.row_bounds(n.length, bound, False)
-            nothing = out[..., :0]
-            dtype = str(out.dtype).removeprefix("torch.")
-            weights = (proj.weight, proj.weight_scale, proj.bias)
-            model.scaled_linear_gelu(*n[:2], *weights, scale, 0, dtype, out=(nothing, codes))
-            scaled(Rows(codes, scale, scale), last.weight, last.weight_scale, last.bias, out.dtype, out)
-            return
-        u = scratch.dense(n, len(proj.weight))
-        found = split(proj)
+        proj, last, model = ff.net[0].proj, ff.net[2], self.model
+        found = split_for_packing(proj)
         base: Any = proj if found is None else found.base
-        fused = found is not None and not found.branches and type(base) is torch.nn.Linear and base.bias is not None
-        if fused and isinstance(n, Tensor):
-            g = model.linear_gelu(n, base.weight, base.bias, out=u)
+        term = None if found is None else model.terms.of([proj], [found], out.dtype)
+        plain = found is not None and (term is not None or not found.branches) and base.bias is not None
+        low = () if term is None or not plain else low_of(n, term)
+        if isinstance(n, Rows) and bound is not None and plain:
+            codes = scratch.codes(n, len(base.weight))
+            scale = model.row_bounds(n.length, bound, False)
+            weights, dtype = (base.weight, base.weight_scale, base.bias), str(out.dtype).removeprefix("torch.")
+            model.scaled_linear_gelu(*n[:2], *weights, scale, 0, dtype, *low, out=(out[..., :0], codes))
+            linear(last, Rows(codes, scale, scale), out, model.terms)
+            return
+        u = scratch.dense(n, len(base.weight))
+        if isinstance(n, Tensor) and plain and type(base) is torch.nn.Linear:
+            g = model.linear_gelu(n, base.weight, base.bias, 0, *low, out=u)
         else:
-            g = model.gelu(linear(proj, n, out=u), out=u)
-        linear(last, g, out=out)
+            g = model.gelu(linear(proj, n, u, None if term is None else model.terms), out=u)
+        linear(last, g, out, model.terms)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fusedit import ops
-from fusedit.float8.linear import Float8Linear
-from fusedit.float8.products import scaled
 from fusedit.float8.rows import Activation, Rows
 from fusedit.models._flux_parts import Pair, eps, width_of
-from fusedit.models._products import add_to_columns, linear, separate, takes_rows, times
+from fusedit.models._products import linear, low_of, separate, takes_rows, times
 from fusedit.models._scratch import Scratch
+from fusedit.runtime.branches import Split
 from fusedit.runtime.linear import Whole, scale_of
+from fusedit.runtime.terms import Term
 
 if TYPE_CHECKING:
     from fusedit.models.flux import Flux
@@ -36,12 +36,13 @@ class Single:
 
     def reads_rows(self) -> bool:
         """Whether the norm before it should give rows in e4m3."""
-        return takes_rows(self.product.layers())
+        return takes_rows(self.product.layers(), self.model.terms)
 
-    def bounded(self) -> list[Any]:
+    def bounded(self) -> list[Split]:
         """The layers that bound what the closing product reads: GELU's and attention's, where both are quantised."""
-        layers = self.product.layers()
-        return [layers[3], layers[2]] if self.reads_rows() and takes_rows([self.block.proj_out]) else []
+        parts = self.product.parts()
+        rows = self.reads_rows() and takes_rows([self.block.proj_out], self.model.terms)
+        return [part for part in (parts[3], parts[2]) if part is not None] if rows else []
 
     def codes_width(self) -> int:
         """Columns of the closing product's input."""
@@ -55,39 +56,50 @@ class Single:
         whole = self.product.whole(parts, offloaded=offloaded)
         if any(part is not None and scale_of(part.base) is not None for part in parts):
             self.model.counters.ran("flux.fp8")
-        if isinstance(n, Rows) and bounds is not None and whole is not None and whole.bias is not None:
-            self._float8(n, y, whole, scratch, rotary, bounds)
+        layers, terms = self.product.layers(), self.model.terms
+        term = None if whole is None else terms.of(layers, parts, y.dtype)
+        plain = term is not None or not any(part is not None and part.branches for part in parts)
+        if isinstance(n, Rows) and bounds is not None and whole is not None and whole.bias is not None and plain:
+            self._float8(n, y, whole, term, scratch, rotary, bounds)
             return
-        attn = self.block.attn
-        wide = attn.inner_dim
+        wide = self.block.attn.inner_dim
         x = scratch.dense(n, width_of(self.block))
-        plain = whole is not None and not any(part is not None and part.branches for part in parts)
         if whole is not None and plain and whole.bias is not None and isinstance(n, Tensor) and whole.scale is None:
-            self.model.linear_gelu(n, whole.weight, whole.bias, 3 * wide, out=x)
+            low = () if term is None else low_of(n, term)
+            self.model.linear_gelu(n, whole.weight, whole.bias, 3 * wide, *low, out=x)
         else:
             if whole is None:
-                separate(self.product.layers(), n, x)
+                separate(layers, n, x, terms)
             else:
-                add_to_columns(times(n, whole, x), n, parts)
+                times(n, whole, x, parts, term)
             self.model.gelu(x[..., 3 * wide :], out=x[..., 3 * wide :])
         a = self._attend(x[..., : 3 * wide], rotary)
         copy = ops.strided_copy.unchecked if a.is_cpu else ops.strided_copy
         copy(a, out=x[..., 2 * wide : 3 * wide])  # over v: beside the MLP's columns, for the closing product
-        linear(self.block.proj_out, x[..., 2 * wide :], out=y)
+        linear(self.block.proj_out, x[..., 2 * wide :], y, terms)
 
-    def _float8(self, n: Rows, y: Tensor, whole: Whole, scratch: Scratch, rotary: Pair, bounds: Tensor) -> None:
+    def _float8(
+        self, n: Rows, y: Tensor, whole: Whole, term: Term | None, scratch: Scratch, rotary: Pair, bounds: Tensor
+    ) -> None:
         """The same in e4m3: the activated MLP and attention's output are written as the rows of the closing product."""
-        model, closing = self.model, self.block.proj_out
-        assert isinstance(closing, Float8Linear)
+        model = self.model
         wide = self.block.attn.inner_dim
         qkv = scratch.dense(n, 3 * wide)
         codes = scratch.codes(n, self.codes_width())
         scale = model.row_bounds(n.length, bounds, False)
         dtype = str(y.dtype).removeprefix("torch.")
-        mlp = codes[..., wide:]
-        model.scaled_linear_gelu(*n[:2], whole.weight, whole.scale, whole.bias, scale, 3 * wide, dtype, out=(qkv, mlp))
+        given = (
+            whole.weight,
+            whole.scale,
+            whole.bias,
+            scale,
+            3 * wide,
+            dtype,
+            *(() if term is None else low_of(n, term)),
+        )
+        model.scaled_linear_gelu(*n[:2], *given, out=(qkv, codes[..., wide:]))
         model.scale_rows(self._attend(qkv, rotary), scale, out=codes[..., :wide])
-        scaled(Rows(codes, scale, scale), closing.weight, closing.weight_scale, closing.bias, y.dtype, y)
+        linear(self.block.proj_out, Rows(codes, scale, scale), y, model.terms)
 
     def _attend(self, qkv: Tensor, rotary: Pair) -> Tensor:
         """Attention on q, k, v [B, S, 3 C] of one product; q and k are overwritten -> [B, S, C]."""

@@ -23,6 +23,7 @@ from fusedit.runtime.counters import Counters
 from fusedit.runtime.form import Form, form_of
 from fusedit.runtime.graphs import HOST_SHARE_OF_ONE_CALL, StepGraphs
 from fusedit.runtime.hoist import RunCache
+from fusedit.runtime.terms import Terms
 
 T = TypeVar("T")
 NO_RUN: Final = "no run: called outside the pipeline or before set_timesteps(), or inputs that cannot be watched"
@@ -127,6 +128,7 @@ class FusedModel(ABC):
             name = f"{'.'.join(self.path)} graphs"
             self.graphs = StepGraphs(counters, enabled=enabled, name=name, host_share=HOST_SHARE_OF_ONE_CALL)
         self.modulation = Modulation(self.cache, counters)
+        self.terms = Terms(self.cache)
         self.limits: tuple[Bounds, ...] = ()
         self._ready: set[tuple[torch.device, torch.dtype]] = set()
 
@@ -143,12 +145,13 @@ class FusedModel(ABC):
         """Let go of everything kept between calls."""
         self.cache.clear()
         self.graphs.clear()
+        self.terms.clear()
         for bounds in self.limits:
             bounds.clear()
 
     def cache_reports(self) -> tuple[CacheReport, ...]:
         """What the caches of this model did, for those that were asked at all."""
-        reports = (self.modulation.report(), self.graphs.report())
+        reports = (self.modulation.report(), self.graphs.report(), self.terms.report())
         return tuple(report for report in reports if report.hits or report.misses or report.reasons)
 
     @classmethod

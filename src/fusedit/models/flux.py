@@ -215,7 +215,9 @@ class Flux(FusedModel):
         assert txt_ids is not None
         m: Any = self.module
         self.make_ready(hidden_states)
+        offloaded = offload_hook(m)
         with lora_scaled(m, joint_attention_kwargs):
+            generation = self.terms.refresh(offloaded=offloaded)
             text = self.hoisted(
                 "flux.hoist",
                 (encoder_hidden_states,),
@@ -237,8 +239,8 @@ class Flux(FusedModel):
 
             given = () if limits is None else (limits,)
             inputs = (hidden_states, text, mods, *rotary, *given, *double.samples, *single.samples)
-            key = (double.count, single.count, controlnet_blocks_repeat, limits is None)
-            refused = "weights move between calls (offload)" if offload_hook(m) else ""
+            key = (double.count, single.count, controlnet_blocks_repeat, limits is None, generation)
+            refused = "weights move between calls (offload)" if offloaded else ""
             y = self.graphs.run(key, m, inputs, step, refused)
         return Transformer2DModelOutput(sample=y) if return_dict else (y,)
 

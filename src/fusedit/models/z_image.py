@@ -213,7 +213,9 @@ class ZImage(FusedModel):
         key = f"{patch_size}-{f_patch_size}"
         final = m.all_final_layer[key]
         self.make_ready(x[0])
+        offloaded = offload_hook(m)
         with lora_scaled(m, joint_attention_kwargs):
+            self.terms.refresh(offloaded=offloaded)
             layout = self._layout(x, cap_feats, patch_size, f_patch_size)
             captions = self._captions(cap_feats, layout)
             mods, scale = self._modulation(x, t, final, len(x) * layout.joint.length)
@@ -234,8 +236,9 @@ class ZImage(FusedModel):
 
             given = () if limits is None else (limits,)
             inputs = (*x, captions, mods, scale, *given, *layout.tensors, *residuals.values())
-            refused = "weights move between calls (offload)" if offload_hook(m) else ""
-            tokens = self.graphs.run((layout.key, tuple(residuals), limits is None), m, inputs, step, refused)
+            refused = "weights move between calls (offload)" if offloaded else ""
+            shape = (layout.key, tuple(residuals), limits is None, self.terms.generation)
+            tokens = self.graphs.run(shape, m, inputs, step, refused)
             sample = unpatched(tokens, layout, m.out_channels)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 

@@ -52,8 +52,8 @@ def into(
 ) -> None:
     """x [..., K] through weight [N, K] with the term t, up, part into y of any strides: [..., N], or [..., N / 2] for
     `swiglu`; `gelu` from column `start` on."""
-    given = (None, y) if act == "swiglu" else (y, None)
-    _scaled_hopper.into(act, x, None, weight, None, bias, *given, None, start, t, up, part)
+    to, gated = (None, y) if act == "swiglu" else (y, None)
+    _scaled_hopper.into(act, x, None, weight, None, bias, to, gated, None, start, t, up, part)
 
 
 _known: set[tuple[Any, ...]] = set()

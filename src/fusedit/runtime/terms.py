@@ -1,0 +1,319 @@
+"""Terms: what LoRA adds to layers that read the same input, as the ops on low-rank terms take it.
+
+The small matrices of all layers and adapters lie one below the other (`down`), the large ones in the columns of the
+packed product (`up`), and scales in a vector of their own, so that another scale copies nothing else. These are copies,
+but where one layer has one adapter; what makes them stale is looked for once a call, before anything is computed: other
+matrices, their addresses, versions and scales, those of the codes they are divided by, and another run of the pipeline,
+since a write through `.data` shows nowhere. Buffers are filled again in place, where CUDA graphs read them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from fusedit.report import CacheReport
+from fusedit.runtime.branches import Split, split_for_packing
+from fusedit.runtime.hoist import RunCache
+
+Tensor = torch.Tensor
+MOST_RANKS: Final = 256
+"""Of one layer: beyond, a term is no longer small beside the product, and two products of the library serve."""
+ALIGN: Final = 8
+"""Ranks are padded to 16 bytes of half precision."""
+
+
+class Term(NamedTuple):
+    """t = x down^T * scale, then t up^T is added: see ops/_low_rank.py.
+
+    Attributes:
+        down: [P R, K].
+        up: [N, R]; of layers in e4m3 divided by the scale of their codes.
+        scale: fp32 [P R].
+        part: columns of each of P layers, 0 where P is 1.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: Tensor
+    part: int
+
+
+class _Layout(NamedTuple):
+    """Where each layer's matrices lie: in `rows` of down and `columns` of up from there on, `outputs` of the product
+    too; `ranks` of its adapters."""
+
+    P: int
+    R: int
+    part: int
+    rows: list[int]
+    columns: list[int]
+    outputs: list[int]
+    ranks: list[list[int]]
+
+
+@dataclass
+class _Kept:
+    """One group's term, and what it was made of.
+
+    Attributes:
+        sources: the matrices under other names, so that no other memory gets their addresses.
+    """
+
+    layers: tuple[weakref.ref[nn.Module], ...]
+    joint: bool
+    layout: _Layout
+    term: Term
+    stamp: Hashable
+    scales: Hashable
+    sources: list[Tensor]
+    copies: bool
+
+
+class Terms:
+    """The terms of one model.
+
+    Args:
+        cache: the model's RunCache, which knows the run.
+    """
+
+    def __init__(self, cache: RunCache) -> None:
+        self.cache = cache
+        self.generation = 0
+        """Another number whenever terms lie elsewhere: what a CUDA graph depends on."""
+        self.hits = self.misses = 0
+        self.reasons: Counter[str] = Counter()
+        self._offloaded = False
+        self._run: Any = None
+        self._kept: dict[Hashable, _Kept] = {}
+
+    def refresh(self, *, offloaded: bool = False) -> int:
+        """Before each forward, whose LoRA scales are set: see to it that nothing kept is stale; -> `generation`.
+
+        Args:
+            offloaded: weights move between calls, so that nothing is kept.
+        """
+        self._offloaded = offloaded
+        run = self.cache.run
+        goes_on = run is not None and self._run is not None and self._run.goes_on(run)
+        self._run = run
+        for key, kept in list(self._kept.items()):
+            layers = [ref() for ref in kept.layers]
+            parts = [None if layer is None else split_for_packing(layer) for layer in layers]
+            if offloaded or _refusal(parts) or not any(part.branches for part in parts if part is not None):
+                self._drop(key)
+                continue
+            stamp, scales = _stamp(parts), _scales(parts)
+            if stamp == kept.stamp and (goes_on or not kept.copies):
+                self.hits += 1
+                if scales != kept.scales:
+                    _fill_scales(kept.term, kept.layout, parts)
+                    kept.scales = scales
+                continue
+            self._make(key, layers, parts, kept.joint, kept.term.down.dtype)
+        return self.generation
+
+    def of(
+        self, layers: Sequence[Any], parts: Sequence[Split | None], dtype: torch.dtype, *, joint: bool = False
+    ) -> Term | None:
+        """The term of layers that are packed in this order, or None: nothing is to be added, or not in this way.
+
+        Args:
+            layers: as they are in the model.
+            parts: what they are made of, LoRAs fused beside codes included.
+            dtype: what the product computes in.
+            joint: the columns of all layers are one part.
+        """
+        if not any(part is not None and part.branches for part in parts):
+            return None
+        kept_as = _dtype(parts, dtype)
+        reason = self.refusal(parts) or _mixed(parts, kept_as)
+        if reason:
+            self.reasons[reason] += 1
+            return None
+        key = (*(id(part.base) for part in parts if part is not None), joint)
+        kept = self._kept.get(key)
+        same = kept is not None and all(ref() is layer for ref, layer in zip(kept.layers, layers, strict=True))
+        if kept is not None and same and kept.term.down.dtype is kept_as:
+            return kept.term
+        if parts[0].base.weight.is_cuda and torch.cuda.is_current_stream_capturing():  # type: ignore[union-attr]
+            self.reasons["first seen while a graph was captured"] += 1
+            return None
+        return self._make(key, layers, parts, joint, kept_as)
+
+    def refusal(self, parts: Sequence[Split | None]) -> str:
+        """Why these layers' matrices cannot be a term, whatever the dtype of the activations, or nothing."""
+        return "weights move between calls (offload)" if self._offloaded else _refusal(parts)
+
+    def clear(self) -> None:
+        for key in list(self._kept):
+            self._drop(key)
+
+    def report(self) -> CacheReport:
+        """Terms that a call found as they were, and others; copies take the bytes."""
+        size = sum(t.nbytes for kept in self._kept.values() if kept.copies for t in kept.term[:3])
+        count = len(self._kept)
+        return CacheReport("LoRA terms", self.hits, self.misses, count, count, size, dict(self.reasons))
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _drop(self, key: Hashable) -> None:
+        if self._kept.pop(key, None) is not None:
+            self.generation += 1
+
+    def _make(
+        self, key: Hashable, layers: Sequence[Any], parts: Sequence[Split | None], joint: bool, dtype: torch.dtype
+    ) -> Term:
+        self.misses += 1
+        former = self._kept.get(key)
+        layout = _layout(parts, joint)
+        with torch.inference_mode(False), torch.no_grad():
+            term, copies = _filled(layout, parts, dtype, former)
+        if former is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(former.term[:3], term[:3], strict=True)):
+            self.generation += 1
+        refs = tuple(weakref.ref(layer, _forgetter(self, key)) for layer in layers)
+        sources = [t.detach() for part in parts if part is not None for b in part.branches for t in (b.down, b.up)]
+        self._kept[key] = _Kept(refs, joint, layout, term, _stamp(parts), _scales(parts), sources, copies)
+        return term
+
+
+def _forgetter(terms: Terms, key: Hashable) -> Callable[[Any], None]:
+    """Drops an entry with the first of its layers, so that an unloaded LoRA leaves no copies behind."""
+    ref = weakref.ref(terms)
+
+    def forget(_: Any) -> None:
+        found = ref()
+        if found is not None:
+            found._drop(key)
+
+    return forget
+
+
+def _refusal(parts: Sequence[Split | None]) -> str:
+    if any(part is None for part in parts):
+        return "a layer has to be called as it is (DoRA, a hook, a bias in the LoRA, dropout)"
+    ranks = max((_rank(part) for part in parts if part is not None), default=0)
+    if ranks > MOST_RANKS:
+        return f"{ranks} ranks at one layer are more than {MOST_RANKS}"
+    devices = {t.device for part in parts if part is not None for b in part.branches for t in (b.down, b.up)}
+    if len(devices | {_weight(part).device for part in parts if part is not None}) > 1:
+        return "LoRA matrices lie on another device than the layer"
+    return ""
+
+
+def _rank(part: Split) -> int:
+    return sum(branch.down.shape[0] for branch in part.branches)
+
+
+def _weight(part: Split) -> Tensor:
+    weight: Any = part.base.weight
+    return weight  # type: ignore[no-any-return]
+
+
+def _scale_of(part: Split) -> Tensor | None:
+    return part.base._buffers.get("weight_scale")
+
+
+def _dtype(parts: Sequence[Split | None], dtype: torch.dtype) -> torch.dtype:
+    """Codes are multiplied with bf16, whose range they do not leave, in models of half precision."""
+    codes = any(part is not None and _scale_of(part) is not None for part in parts)
+    return torch.bfloat16 if codes and dtype.itemsize == 2 else dtype
+
+
+def _mixed(parts: Sequence[Split | None], dtype: torch.dtype) -> str:
+    """Why matrices cannot be used in this dtype: beside codes they may be rounded, elsewhere they may not."""
+    for part in parts:
+        if part is not None and _scale_of(part) is None:
+            for branch in part.branches:
+                if branch.down.dtype is not dtype or branch.up.dtype is not dtype:
+                    names = (str(t).removeprefix("torch.") for t in (branch.down.dtype, dtype))
+                    return "LoRA matrices are {} and activations {}".format(*names)
+    return ""
+
+
+def _layout(parts: Sequence[Split | None], joint: bool) -> _Layout:
+    found = [part for part in parts if part is not None]
+    widths = [len(_weight(part)) for part in found]
+    each = [[len(branch.down) for branch in part.branches] for part in found]
+    ranks = [sum(own) for own in each]
+    outputs = [sum(widths[:i]) for i in range(len(widths))]
+    if not joint and len(found) > 1 and len(set(widths[:-1])) == 1:
+        R = _padded(max(ranks))
+        rows, nothing = [i * R for i in range(len(found))], [0] * len(found)
+        return _Layout(len(found), R, widths[0], rows, nothing, outputs, each)
+    begin = [sum(ranks[:i]) for i in range(len(ranks))]
+    return _Layout(1, _padded(sum(ranks)), 0, begin, begin, outputs, each)
+
+
+def _padded(ranks: int) -> int:
+    return -(-ranks // ALIGN) * ALIGN
+
+
+def _filled(
+    layout: _Layout, parts: Sequence[Split | None], dtype: torch.dtype, former: _Kept | None
+) -> tuple[Term, bool]:
+    """A term with what the parts hold now, in the former's memory where that fits; and whether it has copies."""
+    found = [part for part in parts if part is not None]
+    branches = [branch for part in found for branch in part.branches]
+    down, up, _ = branches[0]
+    P, R = layout.P, layout.R
+    alone = len(found) == 1 and len(branches) == 1 and len(down) == R and _scale_of(found[0]) is None
+    if alone and all(t.dtype is dtype and t.is_contiguous() for t in (down, up)):
+        term = Term(down.detach(), up.detach(), torch.zeros(R, device=down.device), 0)
+        _fill_scales(term, layout, parts)
+        return term, False
+    if former is not None and former.copies and former.layout == layout and _alike(former.term.down, dtype, down):
+        term = former.term
+    else:  # of zeros, not of whatever was there: padding may not bring NaN in
+        N = layout.outputs[-1] + len(_weight(found[-1]))
+        own, all_up = (down.new_zeros(shape, dtype=dtype) for shape in ((P * R, down.shape[1]), (N, R)))
+        term = Term(own, all_up, torch.zeros(P * R, device=down.device), layout.part)
+    for part, row, column, output in zip(found, layout.rows, layout.columns, layout.outputs, strict=True):
+        codes = _scale_of(part)
+        for branch in part.branches:
+            ranks = len(branch.down)
+            term.down[row : row + ranks].copy_(branch.down)
+            target = term.up[output : output + len(branch.up), column : column + ranks]
+            if codes is None:
+                target.copy_(branch.up)
+            else:
+                torch.div(branch.up, codes[:, None], out=target)
+            row, column = row + ranks, column + ranks
+    _fill_scales(term, layout, parts)
+    return term, True
+
+
+def _alike(kept: Tensor, dtype: torch.dtype, down: Tensor) -> bool:
+    return kept.dtype is dtype and kept.device == down.device
+
+
+def _fill_scales(term: Term, layout: _Layout, parts: Sequence[Split | None]) -> None:
+    """One launch a branch, without waiting for the device."""
+    for part, row in zip((part for part in parts if part is not None), layout.rows, strict=True):
+        for branch in part.branches:
+            ranks = branch.down.shape[0]
+            term.scale[row : row + ranks].fill_(branch.scale)
+            row += ranks
+
+
+def _stamp(parts: Sequence[Split | None]) -> Hashable:
+    """Everything but scales that a term is made of, as far as it shows."""
+    return tuple(
+        (_seen(_scale_of(part)), tuple((_seen(b.down), _seen(b.up)) for b in part.branches))
+        for part in parts
+        if part is not None
+    )
+
+
+def _seen(t: Tensor | None) -> Hashable:
+    return None if t is None else (t.data_ptr(), -1 if t.is_inference() else t._version, t.shape, t.stride(), t.dtype)
+
+
+def _scales(parts: Sequence[Split | None]) -> Hashable:
+    return tuple(branch.scale for part in parts if part is not None for branch in part.branches)
