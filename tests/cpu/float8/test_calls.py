@@ -11,6 +11,7 @@ from support.pipes import flux_inputs, relative
 from support.runs import FLUX, Kind, each_kind, fused, picture, reasons, with_control
 
 import fusedit
+from fusedit import ops
 from fusedit.drawing import draw
 from fusedit.errors import NonFiniteError
 from fusedit.models import registry
@@ -165,18 +166,17 @@ def test_what_is_not_finite_shows(kind: Kind, bad: float) -> None:
 
 def test_drawing_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from fusedit.defaults import request_for
-    from fusedit.models import _products
 
     pipe: Any = fusedit.load("tiny-z-image")
     fusedit.accelerate(pipe, "fp8")
-    right = _products.scaled
+    right = ops.scaled_linear.unchecked
 
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         made = right(*args, **kwargs)
         made.view(-1)[0] = torch.nan
         return made
 
-    monkeypatch.setattr(_products, "scaled", poisoned)
+    monkeypatch.setattr(ops.scaled_linear, "unchecked", poisoned)
     request = request_for(pipe, "a fox", 0, width=96, height=96, steps=2)
     with pytest.raises(NonFiniteError, match="the latents hold NaN or infinity after step 1 of 2"):
         draw(pipe, request)
