@@ -56,7 +56,7 @@ def quantize(
         OutputError: the folder is there already, or cannot be written; nothing is left of it.
     """
     from fusedit.float8 import checkpoint, conversion
-    from fusedit.loading import load
+    from fusedit.loading import load, quiet_loading
     from fusedit.models import registry
     from fusedit.models._converted import precisions
 
@@ -84,7 +84,8 @@ def quantize(
     samples = served.typical(module)
     conversion.convert(module, wanted, "drop", device=_device(), progress=progress, undo=False, samples=samples)
     converted = time.perf_counter() - start
-    checkpoint.save(pipe, out)
+    with quiet_loading():
+        checkpoint.save(pipe, out)
     kept = sum(isinstance(layer, torch.nn.Linear) for layer in module.modules()) - len(wanted)
     return Quantised(out, len(wanted), kept, before, _bytes(module), converted, time.perf_counter() - began)
 
