@@ -2,8 +2,8 @@
 
 A row of scales for it would need the largest of 12,288 numbers, which lie in 48 tiles of the product. But by
 Cauchy-Schwarz |x . w_n| <= |x| |w_n|, |x| is known to the norm that made x, and e4m3 has 15 binades in which its
-relative precision is the same: a scale that is 10 to 250 times too large costs nothing (measured on the embedded models,
-see docs/fp8.md), and a scale that cannot be too small needs no second pass over 113 MB a block.
+relative precision is the same: a scale that is 10 to 250 times too large costs next to nothing (measured on the
+embedded models, see docs/fp8.md), and one that cannot be too small needs no second pass over 113 MB a block.
 """
 
 from __future__ import annotations
