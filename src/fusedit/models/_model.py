@@ -127,8 +127,8 @@ class FusedModel(ABC):
         else:
             name = f"{'.'.join(self.path)} graphs"
             self.graphs = StepGraphs(counters, enabled=enabled, name=name, host_share=HOST_SHARE_OF_ONE_CALL)
-        self.modulation = Modulation(self.cache, counters)
         self.terms = Terms(self.cache)
+        self.modulation = Modulation(self.cache, counters, self.terms)
         self.limits: tuple[Bounds, ...] = ()
         self._ready: set[tuple[torch.device, torch.dtype]] = set()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,9 +18,11 @@ from torch import nn
 
 from fusedit import ops
 from fusedit.report import CacheReport
+from fusedit.runtime.branches import Split, split_for_packing
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.hoist import RunCache
 from fusedit.runtime.linear import scale_of
+from fusedit.runtime.terms import Term, Terms
 
 ROWS: Final = 32
 """Rows of a table at most: 68 MB for FLUX.1-dev, 31 MB for Z-Image-Turbo."""
@@ -47,10 +50,11 @@ class Modulation:
     Args:
         cache: the model's RunCache, which knows the run and keeps the tables.
         counters: the model's.
+        terms: the model's, of what LoRA adds.
     """
 
-    def __init__(self, cache: RunCache, counters: Counters) -> None:
-        self.cache, self.counters = cache, counters
+    def __init__(self, cache: RunCache, counters: Counters, terms: Terms) -> None:
+        self.cache, self.counters, self.terms = cache, counters, terms
         self.hits = self.misses = 0
         self.reasons: Counter[str] = Counter()
         # For each call since the last reading that had an earlier call's table, whether its rows were found there: on
@@ -84,22 +88,23 @@ class Modulation:
             tokens: of this call, items times length; bounds the table.
             settings: what else `ahead` depends on.
         """
-        reason = _why_separate(layers, x)
-        if reason is not None:
-            self.counters.fell_back(rewrite, reason)
+        parts = [split_for_packing(layer) for layer in layers]
+        reason = _why_separate(layers, parts, x)
+        adapted = () if reason is not None else self._adapted(layers, parts, x)
+        if adapted is None:
+            reason = "what LoRA adds to a modulation layer cannot be added behind the product (see LoRA terms)"
+        if reason is not None or adapted is None:
+            self.counters.fell_back(rewrite, reason or "")
             return separate(layers, x)
         self.counters.ran(rewrite)
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        scales = _scales(layers)
-        table, kept = self._table(weights, biases, scales, key, ahead, watched, owner, tokens, settings)
+        group = _Group.of(parts, adapted)
+        table, kept = self._table(group, key, ahead, watched, owner, tokens, settings)
         if not kept:
             self.misses += key.shape[0]  # computed by this call, alone or with the rows of the coming steps
         if table is None:
-            y, _ = _grouped(x, weights, biases, scales=scales)
-            return y
+            return group(x)
         hit = self._place(table.values) if kept else x.new_empty(x.shape[0])
-        out = (x.new_empty(x.shape[0], table.values.shape[2]), hit)
-        y, _ = _grouped(x, weights, biases, key, table.keys, table.values, scales=scales, out=out)
+        y = group(x, key, table.keys, table.values, out=(x.new_empty(x.shape[0], table.values.shape[2]), hit))
         run = self.cache.run
         if run is not None and run.step + 1 >= len(run.timesteps):
             self.cache.drop(table)  # the VAE, which comes next, may need the memory
@@ -121,11 +126,25 @@ class Modulation:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _adapted(
+        self, layers: Sequence[Any], parts: Sequence[Split | None], x: torch.Tensor
+    ) -> tuple[_Adapted, ...] | None:
+        """What LoRA adds, in one term for layers of one width that follow each other; None where it cannot be one."""
+        widths: list[int] = [len(part.base.weight) for part in parts if part is not None]  # type: ignore[arg-type]
+        made, first = [], 0
+        for _, same in groupby(widths):
+            last = first + len(list(same))
+            if any(part is not None and part.branches for part in parts[first:last]):
+                term = self.terms.of(layers[first:last], parts[first:last], x.dtype, "beside")
+                if term is None:
+                    return None
+                made.append(_Adapted(slice(sum(widths[:first]), sum(widths[:last])), term))
+            first = last
+        return tuple(made)
+
     def _table(
         self,
-        weights: list[torch.Tensor],
-        biases: list[torch.Tensor],
-        scales: list[torch.Tensor] | None,
+        group: _Group,
         key: torch.Tensor,
         ahead: Ahead,
         watched: tuple[torch.Tensor, ...],
@@ -153,16 +172,17 @@ class Modulation:
             for former in (kept := self._tables())[: max(0, len(kept) - TABLES + 1)]:
                 self.cache.drop(former)
             keys, x = ahead(timesteps)
-            values = _grouped(x, weights, biases, scales=scales)[0].view(*keys.shape[:2], -1)
-            return _Table(first, keys, values)
+            return _Table(first, keys, group(x).view(*keys.shape[:2], -1))
 
         for former in self._tables():
             if former.first != first:
                 self.cache.drop(former)
-        settings = (first, steps, batch, weights[0].dtype, settings)
+        settings = (first, steps, batch, group.weights[0].dtype, settings)
         table, kept = self.cache.get(make, watched, owner, settings, or_none=True)
         if kept is None:
-            self.reasons["inputs or weights that cannot be watched (inference mode, or a LoRA on these layers)"] += 1
+            self.reasons[
+                "inputs or weights that cannot be watched (inference mode, or a LoRA layer that does more than add)"
+            ] += 1
         return table, bool(kept)
 
     def _place(self, values: torch.Tensor) -> torch.Tensor:
@@ -184,18 +204,45 @@ class Modulation:
             self._calls = 0
 
 
-def _scales(layers: Sequence[Any]) -> list[torch.Tensor] | None:
-    """The scales of layers whose weights are e4m3, else None; `_why_separate` sees to it that all are alike."""
-    scales = [scale_of(layer) for layer in layers]
-    return None if any(scale is None for scale in scales) else [scale for scale in scales if scale is not None]
+class _Adapted(NamedTuple):
+    """What LoRA adds to these columns."""
+
+    columns: slice
+    term: Term
 
 
-def _grouped(*args: Any, scales: list[torch.Tensor] | None, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    op = ops.grouped_linear
-    if scales is not None:
-        kwargs["scales"] = scales
-    made: tuple[torch.Tensor, torch.Tensor] = op.unchecked(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
-    return made
+class _Group(NamedTuple):
+    """All layers of one call: what they wrap, and what LoRA adds."""
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor]
+    scales: list[torch.Tensor] | None
+    adapted: tuple[_Adapted, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Split | None], adapted: tuple[_Adapted, ...]) -> _Group:
+        """`_why_separate` sees to it that all are alike."""
+        bases: list[Any] = [part.base for part in parts if part is not None]
+        scales = [scale_of(base) for base in bases]
+        kept = [scale for scale in scales if scale is not None]
+        return cls(
+            [b.weight for b in bases], [b.bias for b in bases], kept if len(kept) == len(bases) else None, adapted
+        )
+
+    def __call__(self, x: torch.Tensor, *table: torch.Tensor, out: Any = None) -> torch.Tensor:
+        """x [R, K] -> [R, N]; rows whose key is among a table's (key, keys, values) from there."""
+        kwargs = {} if self.scales is None else {"scales": self.scales}
+        op = ops.grouped_linear
+        y: torch.Tensor
+        y, hit = (op.unchecked if x.is_cpu else op)(x, self.weights, self.biases, *table, **kwargs, out=out)
+        low, add = ops.low_rank, ops.add_low_rank
+        first, then = (low.unchecked, add.unchecked) if x.is_cpu else (low, add)
+        for columns, term in self.adapted:
+            part = y[:, columns]
+            # Rows of the table have it already. Whether a row is one of them is known on the device alone.
+            missed = (1 - hit.float(), torch.ones(part.shape[1], device=x.device)) if table else ()
+            then(part, first(x, term.down, term.scale), term.up, term.part, *missed, out=part)
+        return y
 
 
 def separate(layers: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
@@ -203,17 +250,18 @@ def separate(layers: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
     return torch.cat([layer(x) for layer in layers], dim=-1)
 
 
-def _why_separate(layers: Sequence[Any], x: torch.Tensor) -> str | None:
-    codes = scale_of(layers[0]) is not None
-    for layer in layers:
-        kind: Any = type(layer)
-        if kind is not nn.Linear and scale_of(layer) is None:
+def _why_separate(layers: Sequence[Any], parts: Sequence[Split | None], x: torch.Tensor) -> str | None:
+    codes = parts[0] is not None and scale_of(parts[0].base) is not None
+    for layer, part in zip(layers, parts, strict=True):
+        base: Any = layer if part is None else part.base
+        kind: Any = type(base)
+        if part is None or (kind is not nn.Linear and scale_of(base) is None):
             return f"a modulation layer is a {kind.__module__.partition('.')[0]} {kind.__name__} layer"
-        if (scale_of(layer) is not None) is not codes or getattr(layer, "branches", None):
-            return "modulation layers differ in precision, or a fused LoRA stands beside one"
-        if layer.bias is None:
+        if (scale_of(base) is not None) is not codes:
+            return "modulation layers differ in precision"
+        if base.bias is None:
             return "a modulation layer has no bias"
-        for t, dtype in ((layer.weight, layer.weight.dtype if codes else x.dtype), (layer.bias, x.dtype)):
+        for t, dtype in ((base.weight, base.weight.dtype if codes else x.dtype), (base.bias, x.dtype)):
             if t.dtype is not dtype or t.device != x.device or not t.is_contiguous():
                 return "modulation weights differ from the activations in dtype or device, or are not contiguous"
     return None

@@ -12,7 +12,7 @@ from fusedit.models._products import linear, low_of, packed, separate, takes_row
 from fusedit.models._scratch import Scratch
 from fusedit.models._z_image_layout import Table
 from fusedit.runtime.branches import Split
-from fusedit.runtime.linear import PackedLinear, Part, scale_of
+from fusedit.runtime.linear import PackedLinear, Part, converted
 
 if TYPE_CHECKING:
     from fusedit.models.z_image import ZImage
@@ -63,9 +63,9 @@ class Block:
         wide, last, model = self.hidden(), self.stock.feed_forward.w2, self.model
         layers, parts = self.w13.layers(), self.w13.parts()
         whole = self.w13.whole(parts, offloaded=offloaded)
-        if any(part is not None and scale_of(part.base) is not None for part in parts):
+        if converted((*self.qkv.layers(), self.stock.attention.to_out[0], *layers, self.stock.feed_forward.w2)):
             model.counters.ran("z_image.fp8")
-        term = None if whole is None else model.terms.of(layers, parts, out.dtype, joint=True)
+        term = None if whole is None else model.terms.of(layers, parts, out.dtype, "joint")
         plain = term is not None or not any(part is None or part.branches for part in parts)
         if isinstance(n, Rows) and bounds is not None and whole is not None and plain:
             scale = model.row_bounds(n.length, bounds, True)

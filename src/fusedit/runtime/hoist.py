@@ -4,7 +4,7 @@ An entry is used only while the run is the same, every input is the same object 
 was computed with is the same object, at the same address and version, and the modules are the same with the same plain
 attributes. Entries hold all of them, so that no identity is used again. Tensors without a version counter (inference
 mode) are not cached. What none of this shows is a write through `.data`; the one that users do in a run, `fuse_lora()`
-and its like, shows in the pipeline (`Run.merged`).
+and its like, shows in the pipeline (`Run.merged`) and in the LoRA layers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
+from fusedit.runtime.branches import split
 from fusedit.runtime.form import STANDARD
 
 # True classifier-free guidance alternates two conditionings a step, for text and for positions; eight leave room.
@@ -78,16 +79,27 @@ def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def _look(owner: nn.Module) -> _Seen | None:
-    """What `owner` is at the moment, or None where its result depends on more than can be seen (LoRA scales, merges).
+    """What `owner` is at the moment, or None where its result depends on more than can be seen.
 
-    Lists of modules count by what is in them: models make one for a call.
+    Lists of modules count by what is in them: models make one for a call. A LoRA layer counts by the layer that it
+    wraps, what it adds to it, and what is merged into it.
     """
     objects: list[Any] = []
     facts: list[Any] = []
-    for module in owner.modules():
+    stack, met = [owner], set()
+    while stack:
+        module = stack.pop()
+        if id(module) in met:
+            continue
+        met.add(id(module))
         kind, space = type(module), module.__dict__
         if kind.__module__.partition(".")[0] == "peft":
-            return None
+            base = _look_at_lora(module, objects, facts)
+            if base is None:
+                return None
+            stack.append(base)
+            continue
+        stack += [child for child in space["_modules"].values() if child is not None]
         if kind is not nn.ModuleList:
             objects.append(module)
             for name in space.keys() - _COMMON:
@@ -106,6 +118,24 @@ def _look(owner: nn.Module) -> _Seen | None:
                 objects.append(weight)
                 facts += weight._version, weight.data_ptr()
     return _Seen(tuple(objects), tuple(facts))
+
+
+def _look_at_lora(layer: Any, objects: list[Any], facts: list[Any]) -> nn.Module | None:
+    """Notes what a LoRA layer is besides what it wraps, and returns that; None where it does more than add."""
+    found = split(layer)
+    if found is None or found.base is layer:  # of another kind than LoRA
+        return None
+    objects.append(layer)
+    merged = tuple(getattr(layer, "merged_adapters", ()))
+    facts += merged, tuple(layer.scaling.get(name) for name in merged) if merged else ()
+    for branch in found.branches:
+        for weight in branch[:2]:
+            if weight.is_inference():
+                return None
+            objects.append(weight)
+            facts += weight._version, weight.data_ptr()
+        facts.append(branch.scale)
+    return found.base
 
 
 class RunCache:

@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from fusedit.runtime.branches import Split, split_for_packing
 from fusedit.runtime.hoist import RunCache
 
 Tensor = torch.Tensor
+Form = Literal["parts", "joint", "beside"]
 MOST_RANKS: Final = 256
 """Of one layer: beyond, a term is no longer small beside the product, and two products of the library serve."""
 ALIGN: Final = 8
@@ -49,6 +50,7 @@ class _Layout(NamedTuple):
     """Where each layer's matrices lie: in `rows` of down and `columns` of up from there on, `outputs` of the product
     too; `ranks` of its adapters."""
 
+    form: Form
     P: int
     R: int
     part: int
@@ -67,7 +69,7 @@ class _Kept:
     """
 
     layers: tuple[weakref.ref[nn.Module], ...]
-    joint: bool
+    form: Form
     layout: _Layout
     term: Term
     stamp: Hashable
@@ -116,11 +118,11 @@ class Terms:
                     _fill_scales(kept.term, kept.layout, parts)
                     kept.scales = scales
                 continue
-            self._make(key, layers, parts, kept.joint, kept.term.down.dtype)
+            self._make(key, layers, parts, kept.form, kept.term.down.dtype)
         return self.generation
 
     def of(
-        self, layers: Sequence[Any], parts: Sequence[Split | None], dtype: torch.dtype, *, joint: bool = False
+        self, layers: Sequence[Any], parts: Sequence[Split | None], dtype: torch.dtype, form: Form = "parts"
     ) -> Term | None:
         """The term of layers that are packed in this order, or None: nothing is to be added, or not in this way.
 
@@ -128,16 +130,17 @@ class Terms:
             layers: as they are in the model.
             parts: what they are made of, LoRAs fused beside codes included.
             dtype: what the product computes in.
-            joint: the columns of all layers are one part.
+            form: `joint`: the columns of all layers are one part; `beside`: for a pass of its own behind the product of
+                such parts, so that codes have been scaled already.
         """
         if not any(part is not None and part.branches for part in parts):
             return None
-        kept_as = _dtype(parts, dtype)
+        kept_as = dtype if form == "beside" else _dtype(parts, dtype)
         reason = self.refusal(parts) or _mixed(parts, kept_as)
         if reason:
             self.reasons[reason] += 1
             return None
-        key = (*(id(part.base) for part in parts if part is not None), joint)
+        key = (*(id(part.base) for part in parts if part is not None), form)
         kept = self._kept.get(key)
         same = kept is not None and all(ref() is layer for ref, layer in zip(kept.layers, layers, strict=True))
         if kept is not None and same and kept.term.down.dtype is kept_as:
@@ -145,7 +148,7 @@ class Terms:
         if parts[0].base.weight.is_cuda and torch.cuda.is_current_stream_capturing():  # type: ignore[union-attr]
             self.reasons["first seen while a graph was captured"] += 1
             return None
-        return self._make(key, layers, parts, joint, kept_as)
+        return self._make(key, layers, parts, form, kept_as)
 
     def refusal(self, parts: Sequence[Split | None]) -> str:
         """Why these layers' matrices cannot be a term, whatever the dtype of the activations, or nothing."""
@@ -168,18 +171,18 @@ class Terms:
             self.generation += 1
 
     def _make(
-        self, key: Hashable, layers: Sequence[Any], parts: Sequence[Split | None], joint: bool, dtype: torch.dtype
+        self, key: Hashable, layers: Sequence[Any], parts: Sequence[Split | None], form: Form, dtype: torch.dtype
     ) -> Term:
         self.misses += 1
         former = self._kept.get(key)
-        layout = _layout(parts, joint)
+        layout = _layout(parts, form)
         with torch.inference_mode(False), torch.no_grad():
             term, copies = _filled(layout, parts, dtype, former)
         if former is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(former.term[:3], term[:3], strict=True)):
             self.generation += 1
         refs = tuple(weakref.ref(layer, _forgetter(self, key)) for layer in layers)
         sources = [t.detach() for part in parts if part is not None for b in part.branches for t in (b.down, b.up)]
-        self._kept[key] = _Kept(refs, joint, layout, term, _stamp(parts), _scales(parts), sources, copies)
+        self._kept[key] = _Kept(refs, form, layout, term, _stamp(parts), _scales(parts), sources, copies)
         return term
 
 
@@ -237,18 +240,18 @@ def _mixed(parts: Sequence[Split | None], dtype: torch.dtype) -> str:
     return ""
 
 
-def _layout(parts: Sequence[Split | None], joint: bool) -> _Layout:
+def _layout(parts: Sequence[Split | None], form: Form) -> _Layout:
     found = [part for part in parts if part is not None]
     widths = [len(_weight(part)) for part in found]
     each = [[len(branch.down) for branch in part.branches] for part in found]
     ranks = [sum(own) for own in each]
     outputs = [sum(widths[:i]) for i in range(len(widths))]
-    if not joint and len(found) > 1 and len(set(widths[:-1])) == 1:
+    if form != "joint" and len(found) > 1 and len(set(widths[:-1])) == 1:
         R = _padded(max(ranks))
         rows, nothing = [i * R for i in range(len(found))], [0] * len(found)
-        return _Layout(len(found), R, widths[0], rows, nothing, outputs, each)
+        return _Layout(form, len(found), R, widths[0], rows, nothing, outputs, each)
     begin = [sum(ranks[:i]) for i in range(len(ranks))]
-    return _Layout(1, _padded(sum(ranks)), 0, begin, begin, outputs, each)
+    return _Layout(form, 1, _padded(sum(ranks)), 0, begin, begin, outputs, each)
 
 
 def _padded(ranks: int) -> int:
@@ -263,7 +266,9 @@ def _filled(
     branches = [branch for part in found for branch in part.branches]
     down, up, _ = branches[0]
     P, R = layout.P, layout.R
-    alone = len(found) == 1 and len(branches) == 1 and len(down) == R and _scale_of(found[0]) is None
+    divided = layout.form != "beside"
+    as_it_is = not divided or _scale_of(found[0]) is None
+    alone = len(found) == 1 and len(branches) == 1 and len(down) == R and as_it_is
     if alone and all(t.dtype is dtype and t.is_contiguous() for t in (down, up)):
         term = Term(down.detach(), up.detach(), torch.zeros(R, device=down.device), 0)
         _fill_scales(term, layout, parts)
@@ -275,7 +280,7 @@ def _filled(
         own, all_up = (down.new_zeros(shape, dtype=dtype) for shape in ((P * R, down.shape[1]), (N, R)))
         term = Term(own, all_up, torch.zeros(P * R, device=down.device), layout.part)
     for part, row, column, output in zip(found, layout.rows, layout.columns, layout.outputs, strict=True):
-        codes = _scale_of(part)
+        codes = _scale_of(part) if divided else None
         for branch in part.branches:
             ranks = len(branch.down)
             term.down[row : row + ranks].copy_(branch.down)

@@ -35,7 +35,7 @@ from fusedit.plan import Plan
 from fusedit.runtime import install
 
 CLOSE = 2e-5
-UNWATCHED = "inputs or weights that cannot be watched (inference mode, or a LoRA on these layers)"
+UNWATCHED = "inputs or weights that cannot be watched (inference mode, or a LoRA layer that does more than add)"
 
 
 @pytest.fixture(autouse=True)
@@ -591,14 +591,13 @@ def test_a_lora_that_comes_and_goes_between_runs(kind: Kind, part: int) -> None:
         before = found(handle)
         fused = kind.call(pipe)
         assert relative(fused, kind.call(reference)) < CLOSE
-        assert (found(handle) == (before[0] + 2, before[1] + 1)) == (part == 2)
+        assert found(handle) == (before[0] + 2, before[1] + 1), "what a LoRA adds is part of the rows of a table"
         seen.append(fused)
     assert relative(seen[1], plain) > 1e-3
     assert relative(seen[2], seen[1]) > 1e-3
     assert relative(seen[3], plain) < CLOSE
-    sites = site(handle, f"{kind.name}.modulation")
-    assert any("LoRA" in reason or "peft" in reason for reason in sites.reasons) == (part == 0)
-    assert (rows(handle).reasons.get(UNWATCHED, 0) > 0) == (part == 1)
+    assert site(handle, f"{kind.name}.modulation").stock == 0
+    assert rows(handle).reasons == {}
     before = found(handle)
     for each in (reference, pipe):
         each.unload_lora_weights()
