@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from fusedit.ops import _gluon, _rows, _scaled_hopper, _triton, add_low_rank
+from fusedit.ops import _gluon, _rows, _scaled_hopper, _triton
 from fusedit.ops._build import Build
 from fusedit.ops._op import Backend
 from fusedit.ops._scaled_hopper_kernel import COLUMNS, STEP
+from fusedit.ops.add_low_rank import make_ready as make_ready_behind
 
 Tensor = torch.Tensor
 
@@ -69,7 +70,7 @@ def make_ready(act: str, x: Tensor, bias: Tensor | None) -> None:
     t, up, own = x.new_zeros(1, 8, 8), x.new_zeros(COLUMNS, 8), None if bias is None else bias.new_zeros(COLUMNS)
     y = x.new_zeros(1, 8, COLUMNS // 2 if act == "swiglu" else COLUMNS)
     into(act, small, weight, own, y, 0, t, up, 0)
-    add_low_rank.make_ready(x)
+    make_ready_behind(x)
 
 
 def builds(act: str) -> list[Build]:

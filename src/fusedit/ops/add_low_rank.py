@@ -281,8 +281,6 @@ def add_low_rank(
 
 
 def make_ready(x: Tensor) -> None:
-    """Compile every variant that results in x's dtype may need, whatever the rank (in multiples of 8)."""
-    y = x.new_zeros(1, 1, 128)
-    t, up, scale = x.new_zeros(1, 1, 8), x.new_zeros(128, 8), torch.zeros(1, 128, device=x.device)
+    """Compile what terms of ranks in multiples of 8 need beside results in x's dtype."""
+    y, t, up = x.new_zeros(1, 1, 128), x.new_zeros(1, 1, 8), x.new_zeros(128, 8)
     add_low_rank(y, t, up, out=y)
-    add_low_rank(y, t, up, 0, scale[:, :1], scale[0], out=y)

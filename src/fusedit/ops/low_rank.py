@@ -312,12 +312,3 @@ def pieces_of(tiles: int, steps: int, multiprocessors: int) -> int:
     """Into how many pieces a sum of so many steps is cut: two programs a multiprocessor, four steps or more in each."""
     wanted = cdiv(2 * multiprocessors, max(1, tiles))
     return max(1, min(wanted, steps // 4))
-
-
-def make_ready(x: Tensor) -> None:
-    """Compile every variant that x (half precision, or e4m3) and ranks in multiples of 8 may need."""
-    few = x.new_zeros(1, 1, 256)
-    dtype = torch.bfloat16 if x.dtype is E4M3 else x.dtype
-    down, scale = torch.zeros(8, 256, dtype=dtype, device=x.device), torch.zeros(8, device=x.device)
-    for width in WIDTHS:
-        run(few, down, scale, down.new_empty(1, 1, 8), width)

@@ -13,6 +13,7 @@ from support.runs import Kind, each_kind
 import fusedit
 from fusedit import ops
 from fusedit.lora.adapters import tuner_layers
+from fusedit.models._lora_ready import lora_ready
 from fusedit.runtime import terms as terms_of
 
 CLOSE = 2e-5
@@ -180,3 +181,15 @@ def test_a_layer_that_has_to_be_called_is_called(kind: Kind) -> None:
         layer.register_forward_hook(lambda _module, _args, y: seen.append(y.shape) or 2 * y)
     assert relative(kind.call(pipe), kind.call(reference)) < CLOSE
     assert len(seen) == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{"bias": True, "gelu": True}, {"bias": False, "swiglu": True}], ids=str)
+def test_all_that_a_lora_may_need_is_launched_before_there_is_one(dtype: torch.dtype, options: dict[str, bool]) -> None:
+    """On a GPU these compile; tests there see that nothing else does."""
+    used = ["low_rank", "add_low_rank", "linear_low_rank", "scaled_linear"]
+    used += ["linear_gelu", "scaled_linear_gelu"] if "gelu" in options else ["linear_swiglu", "scaled_linear_swiglu"]
+    for name in used:
+        ops.registry()[name].ran.clear()
+    lora_ready(torch.zeros(1, 3, 8, dtype=dtype), codes=True, **options)
+    assert all(ops.registry()[name].ran["plain"] for name in used)

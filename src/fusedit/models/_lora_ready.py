@@ -1,0 +1,59 @@
+"""Launches, on next to nothing, all that a LoRA may need: then one that is loaded later compiles nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fusedit import ops
+
+Tensor = torch.Tensor
+WIDE = 512
+
+
+def lora_ready(x: Tensor, *, bias: bool, gelu: bool = False, swiglu: bool = False, codes: bool = False) -> None:
+    """Every variant for any rank, on the device of x.
+
+    Args:
+        x: activations of the dtype that the model computes in.
+        bias: whether linear layers have one.
+        gelu, swiglu: what is fused into products.
+        codes: whether there are products of e4m3 too.
+    """
+    few, weight = x.new_zeros(1, 8, WIDE), x.new_zeros(WIDE, WIDE)
+    vector, scale = x.new_zeros(WIDE) if bias else None, torch.zeros(WIDE, device=x.device)
+    low = _term(few)
+    ops.add_low_rank(few, *low)
+    # Behind the products of the modulation, where a row may have it already.
+    ops.add_low_rank(few[0], low[0][0], low[1], 0, scale[:8], scale)
+    ops.linear_low_rank(few, weight, vector, *low)
+    if gelu and vector is not None:
+        ops.linear_gelu(few, weight, vector, 0, *low)
+    if swiglu:
+        ops.linear_swiglu(few, weight, *low)
+    if codes:
+        _codes_ready(few, vector, swiglu, gelu)
+
+
+def _codes_ready(few: Tensor, vector: Tensor | None, swiglu: bool, gelu: bool) -> None:
+    read, weight = (torch.zeros(n, WIDE, device=few.device).to(torch.float8_e4m3fn) for n in (8, WIDE))
+    given = read[None], torch.ones(1, 8, device=few.device), weight, torch.ones(WIDE, device=few.device)
+    dtype = torch.bfloat16 if few.dtype.itemsize == 2 else few.dtype
+    low, name = _term(read[None], dtype), str(few.dtype).removeprefix("torch.")
+    y = ops.scaled_linear(*given, vector, name, *low)
+    ops.add_low_rank(y, *low, 0, *given[1::2])
+    if gelu:
+        ops.scaled_linear_gelu(*given, vector, given[1], 0, name, *low)
+    if swiglu:
+        ops.scaled_linear_swiglu(*given, given[1], *low)
+
+
+def _term(x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    made: Callable[..., Tensor] = torch.zeros
+    kept = x.dtype if dtype is None else dtype
+    terms = [
+        ops.low_rank(x, made(ranks, WIDE, dtype=kept, device=x.device), made(ranks, device=x.device))
+        for ranks in (8, 40)  # narrow and wide
+    ]
+    return terms[0], made(WIDE, 8, dtype=kept, device=x.device)
