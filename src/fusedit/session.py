@@ -73,6 +73,7 @@ class Session:
         self.refused = refused
         self.wanted, self.originals = wanted or {}, originals
         self.counters = Counters()
+        plan = plan.without(*without)
         self.model = model(module, plan, self.counters)
         on = [r for r in model.rewrites_of(plan) if r.on(plan) and r.name not in without]
         self.rewrites = [] if refused else on
@@ -172,6 +173,10 @@ class Session:
         """Give packed parameters their own storage again; a later call packs them once more."""
         self.model.unpack()
         unpack(self.module.parameters())  # what a session that left before has packed
+
+    def let_go(self) -> None:
+        """Of what is kept for the run that is going on."""
+        self.model.cache.clear()
 
     def called_by_other(self, name: str) -> None:
         """Count a call of a pipeline that is not accelerated.

@@ -25,6 +25,7 @@ from fusedit.lora.layers import LoraFile
 from fusedit.lora.overwrite import Overwrite, check_resettable, reset
 from fusedit.lora.parsing import parse, read
 from fusedit.lora.record import LoraReport, components, remember
+from fusedit.runtime.install import find
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -153,6 +154,14 @@ def unload_lora(pipe: DiffusionPipeline, name: str) -> None:
     reset(transformer, name)
     if name in getattr(pipe, "_merged_adapters", ()):
         vars(pipe)["_merged_adapters"] = pipe._merged_adapters - {name}  # type: ignore[attr-defined]
+    _let_go(transformer)
+
+
+def _let_go(transformer: nn.Module) -> None:
+    """Of what accelerated pipelines keep for the run that is going on, which would hold the weights until the next."""
+    fused = find(transformer)
+    for session in () if fused is None else fused.sessions.values():
+        session.let_go()
 
 
 def checked_scale(scale: float) -> float:
