@@ -8,7 +8,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read at its import: 
 
 import typer
 
-from benchmarks import cold_start, convolutions, image, launches, layouts, ops, page, step, vae
+from benchmarks import cold_start, convolutions, image, launches, layouts, lora, ops, page, step, vae
 from benchmarks.arguments import reporting
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ for name, command in (
     ("cold-start", cold_start.main),
     ("image", image.main),
     ("vae", vae.main),
+    ("lora", lora.main),
     ("ops", ops.main),
     ("convolutions", convolutions.main),
     ("layouts", layouts.main),

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from benchmarks import fp8_section, sections, vae_sections
+from benchmarks import fp8_section, lora_section, sections, vae_sections
 from benchmarks.chart import chart
 from benchmarks.environment import ROOT
 from benchmarks.newest import Entry, Newest
@@ -31,6 +31,7 @@ of that row is green and stock was measured in the same run. Of several measurem
 SECTIONS: Final[dict[str, Callable[[Newest, list[Entry]], str]]] = {
     "step": sections.step,
     "launches": sections.launches,
+    "lora": lora_section.lora,
     "image": sections.image,
     "cold-start": sections.cold_start,
     "new-size": sections.new_size,
@@ -53,6 +54,7 @@ AGAIN: Final = """\
 They need one CUDA GPU. A plan that does not fit into its memory gets a row that says so.
 """
 MORE: Final = {
+    "lora": "    python -m benchmarks lora --json FILE          # steps with LoRAs, and swapping them\n",
     "vae": "    python -m benchmarks vae --json FILE           # decode and encode of the VAE alone\n",
     "layouts": "    python -m benchmarks layouts --json FILE       # what memory layouts cost and bring\n",
     "convolutions": "    python -m benchmarks convolutions --json FILE  # each of its convolutions\n",

@@ -24,13 +24,13 @@ class Row:
     """What one plan did in one benchmark.
 
     Attributes:
-        benchmark: `step`, `launches`, `cold-start`, `new-size`, `image`, `vae-decode`, `vae-encode`, `ops`,
+        benchmark: `step`, `launches`, `lora`, `cold-start`, `new-size`, `image`, `vae-decode`, `vae-encode`, `ops`,
             `convolutions` or `layouts`.
         model: a workload's name; in `ops` the op's, in `convolutions` the layer, in `layouts` what is measured.
         size: `WIDTHxHEIGHT`; in `ops` the case, in `convolutions` the layer's own picture, in `layouts` the shape.
         plan: `stock`, `compile`, `exact`, `fp8`, `floor`, ...; in `convolutions` what computes it, in `layouts` the
             layout.
-        variant: what else tells two rows apart, for example the state of a cache.
+        variant: what else tells two rows apart, for example the state of a cache, or the rank of a LoRA.
         ms: median of the sustained part.
         spread: 5 and 95 % of the same values.
         floor_ms: the same step's matrix products and attention alone, in the same run, with products in fp8 for the
