@@ -46,7 +46,7 @@ def test_unknown_names(command: str) -> None:
 
 
 def test_unknown_op() -> None:
-    assert "unknown op 'nope'; known: attention" in refused("ops", "--op", "nope")
+    assert "unknown op 'nope'; known: add_low_rank, attention" in refused("ops", "--op", "nope")
     assert "op is 'swiglu,', with nothing" in refused("ops", "--op", "swiglu,")
 
 
