@@ -5,16 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from fusedit import ops
 from fusedit.cache.prompts import PromptCache
-from fusedit.errors import PlanError, RestoreError, UnsupportedPipelineError
+from fusedit.errors import RestoreError, UnsupportedPipelineError
 from fusedit.float8 import conversion
 from fusedit.float8.conversion import check_originals
 from fusedit.lora.record import notes as lora_notes
@@ -22,9 +20,9 @@ from fusedit.models import FusedModel, registry
 from fusedit.models._converted import precisions
 from fusedit.plan import Plan
 from fusedit.report import CacheReport, Refusal, Report, SiteReport
-from fusedit.runtime.inspect_module import Difference, compiled_by, inner_reason, quantised_by
-from fusedit.runtime.install import find, foreign_forward
-from fusedit.runtime.methods import replaced_method
+from fusedit.runtime.inspect_module import compiled_by
+from fusedit.runtime.install import find
+from fusedit.served import check_names, component, overflows, reachable, refusal, served, why_off
 from fusedit.session import Session
 
 if TYPE_CHECKING:
@@ -178,7 +176,7 @@ class Handle:
         return all(session.fits_with(originals) for session in self._sessions)
 
     def _component(self, model: FusedModel) -> Any:
-        return _component(self._pipe(), model.path)
+        return component(self._pipe(), model.path)
 
     def _is_current(self, pipe: DiffusionPipeline) -> bool:
         """Whether every component is still the one accelerated, its forward still ours, and the prompt cache there."""
@@ -226,7 +224,7 @@ def accelerate(
             "load one with DiffusionPipeline.from_pretrained(...) or fusedit.load(...)"
         )
     chosen = Plan.of(plan)
-    _check_names(chosen)
+    check_names(chosen)
     check_originals(originals)
     current = _HANDLES.get(pipe)
     if current is not None and current.plan == chosen and current._is_current(pipe) and current._keeps(originals):
@@ -236,11 +234,11 @@ def accelerate(
     notes: list[str] = []
     blocking: list[str] = []
     for model in registry().values():
-        module = _component(pipe, model.path)
-        if module is None or not _served(module, model):
+        module = component(pipe, model.path)
+        if module is None or not served(module, model):
             continue
         precision = precisions(module, model, chosen, others=_others(pipe, module), originals=originals)
-        reason = _refusal(pipe, module, model) or precision.blocking
+        reason = refusal(pipe, module, model) or precision.blocking
         rewrites = model.rewrites_of(chosen)
         off = [rewrite.name for rewrite in rewrites if not rewrite.on(chosen)]
         if reason is not None:
@@ -248,11 +246,11 @@ def accelerate(
             if model.denoiser:
                 blocking.append(reason)
         else:
-            refusals += [Refusal(name, "switched off by the plan") for name in off]
+            refusals += [Refusal(name, why_off(chosen, name)) for name in off]
             refusals += [Refusal(name, why) for name, why in precision.refused.items() if name not in off]
             notes += precision.notes(".".join(model.path))
-        wanted = len(off) < len(rewrites)
-        if wanted and (reason is None or (_overflows(module, model) and _reachable(pipe, module, model))):
+        wanted = any(rewrite.on(chosen) for rewrite in rewrites)
+        if wanted and (reason is None or (overflows(module, model) and reachable(pipe, module, model))):
             chosen_layers = {} if reason is not None else precision.wanted
             session = Session(
                 model,
@@ -265,12 +263,12 @@ def accelerate(
             )
             sessions.append(session)
             notes += model.notes if reason is None else ()
-        elif _overflows(module, model):
+        elif overflows(module, model):
             name = ".".join(model.path)
             notes.append(f"{name} runs in float16, as stock does, which may overflow to black pictures")
     for name in _DENOISERS:
         module = getattr(pipe, name, None)
-        if isinstance(module, nn.Module) and not any(_served(module, model) for model in registry().values()):
+        if isinstance(module, nn.Module) and not any(served(module, model) for model in registry().values()):
             how = compiled_by(module)
             reason = (
                 f"{name} is already compiled by {how}; accelerate the pipeline before, or instead of, compiling it"
@@ -280,7 +278,7 @@ def accelerate(
             refusals.append(Refusal(name, reason))
             blocking.append(reason)
     denoisers = [model for model in registry().values() if model.denoiser]
-    if not any(_served(_component(pipe, model.path), model) for model in denoisers) and not blocking:
+    if not any(served(component(pipe, model.path), model) for model in denoisers) and not blocking:
         blocking.append("it has no transformer that a file of fusedit.models serves")
         refusals.append(Refusal("transformer", blocking[0]))
     if strict and blocking:
@@ -355,63 +353,3 @@ def _check_given_up(sessions: list[Session]) -> None:
                 f"this plan needs the original weights of {'.'.join(session.model.path)}, and {reason}{how}; nothing "
                 "was changed"
             )
-
-
-def _component(pipe: Any, path: tuple[str, ...]) -> Any:
-    return reduce(lambda owner, name: getattr(owner, name, None), path, pipe)
-
-
-def _served(module: Any, model: type[FusedModel]) -> bool:
-    return type(module) is model.stock_class()
-
-
-def _check_names(plan: Plan) -> None:
-    known = {rewrite.name: rewrite for model in registry().values() for rewrite in model.rewrites}
-    for name, on in plan.rewrites.items():
-        if name not in known:
-            raise PlanError(f"unknown rewrite {name!r} in the plan; known rewrites: {', '.join(known)}")
-        if on and not plan.enabled(name, known[name].tier):
-            raise PlanError(
-                f"rewrite {name!r} belongs to tier {known[name].tier!r}, not {plan.base!r}; change the base"
-            )
-
-
-def _overflows(module: nn.Module, model: type[FusedModel]) -> bool:
-    """Whether stock may overflow in the dtype that the module has now."""
-    parameter = next(module.parameters(), None)
-    return model.overflows and parameter is not None and parameter.dtype == torch.float16
-
-
-def _reachable(pipe: Any, module: nn.Module, model: type[FusedModel]) -> bool:
-    """Whether the stock forward of a module that was refused may be called by us, with weights that can be widened."""
-    owner = getattr(pipe, model.path[0])
-    return quantised_by(owner) is None and compiled_by(owner) is None and not foreign_forward(module)
-
-
-def _refusal(pipe: Any, module: nn.Module, model: type[FusedModel]) -> str | None:
-    """Why this module cannot be served in this state, or None."""
-    name = ".".join(model.path)
-    owner = getattr(pipe, model.path[0])
-    replaced = replaced_method(model.stock_class())
-    if replaced is not None:  # asked first: a replacement may take other arguments, as another version may
-        return replaced
-    if model.signature_now() != model.signature:
-        import diffusers
-
-        return (
-            f"{model.stock_class().__name__}.forward of diffusers {diffusers.__version__} takes other arguments than "
-            "the version this was written against; install diffusers 0.42"
-        )
-    quantiser = quantised_by(owner)
-    if quantiser is not None:
-        return f"{name} is already quantised by {quantiser}; load the unquantised weights to accelerate it"
-    compiled = compiled_by(owner)
-    if compiled is not None:
-        return f"{name} is already compiled by {compiled}; accelerate the pipeline instead of compiling it"
-    if foreign_forward(module):
-        return f"the forward of {name} was replaced by something else; undo that first"
-    reason = model.refuse(module)
-    if reason is not None:
-        return reason
-    inner = inner_reason(module, model.known, model.form_of(module))
-    return inner if isinstance(inner, Difference) else None  # the others may pass: each call asks anew

@@ -95,16 +95,17 @@ def device_refusal(capability: tuple[int, int] | None) -> str | None:
     )
 
 
-def refusal(module: nn.Module) -> str | None:
-    """Why the layers of this module cannot be converted where they are, or None."""
+def refusal_there(module: nn.Module) -> str | None:
+    """Why nothing of the tier can run where this module lies, or None."""
     parameter = next(module.parameters())
-    capability = torch.cuda.get_device_capability(parameter.device) if parameter.is_cuda else None
-    reason = device_refusal(capability)
-    if reason is not None:
-        return reason
     if torch.version.hip is not None and parameter.is_cuda:
         return "products in e4m3 are not supported on ROCm; the weights stay in the model's dtype"
-    if parameter.dtype == torch.float64:
+    return device_refusal(torch.cuda.get_device_capability(parameter.device) if parameter.is_cuda else None)
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why the layers of this module cannot be converted as they are, or None."""
+    if next(module.parameters()).dtype == torch.float64:
         return "float64 weights are not converted"
     if any(p.is_meta for p in module.parameters()):
         return "weights are moved layer by layer (sequential offload); accelerate the pipeline before enabling it"

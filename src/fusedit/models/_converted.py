@@ -53,6 +53,7 @@ def precisions(
     there = conversion.conversion_of(module)
     name = ".".join(model.path)
     fp8 = [rewrite.name for rewrite in model.rewrites_of(plan) if rewrite.tier == "fp8" and rewrite.default]
+    lossy = [rewrite.name for rewrite in model.rewrites if rewrite.tier == "fp8" and rewrite.on(plan)]
     if model.precisions and fp8:
         products = f"{fp8[0].partition('.')[0]}.fp8"
         stored = f"{products}_modulation" if f"{products}_modulation" in fp8 else products
@@ -69,10 +70,12 @@ def precisions(
     elif there is None:
         if made.wanted and others:
             made.blocking = f"another pipeline that shares {name} is accelerated in the model's dtype; restore it first"
-        elif made.wanted:
-            reason = conversion.refusal(module)
+        elif made.wanted or lossy:
+            everywhere = conversion.refusal_there(module)
+            reason = everywhere or (conversion.refusal(module) if made.wanted else None)
             if reason is not None:
-                made.wanted, made.kept, made.refused = {}, {}, dict.fromkeys(fp8, reason)
+                made.wanted, made.kept = {}, {}
+                made.refused = dict.fromkeys({*fp8, *(lossy if everywhere else ())}, reason)
     elif there.originals == "checkpoint":
         made.blocking = _against_checkpoint(plan, name, [r for r in fp8 if not plan.enabled(r, "fp8")])
     elif others and dict(there.wanted) != made.wanted:

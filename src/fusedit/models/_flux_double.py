@@ -12,8 +12,8 @@ from fusedit.models._flux_parts import Pair, Six, eps
 from fusedit.models._flux_single import IMAGE
 from fusedit.models._products import linear, low_of, packed, takes_rows
 from fusedit.models._scratch import Scratch, Targets
-from fusedit.runtime.branches import Split, split, split_for_packing
-from fusedit.runtime.linear import Part, scale_of
+from fusedit.runtime.branches import Split, split_for_packing
+from fusedit.runtime.linear import Part, converted
 
 if TYPE_CHECKING:
     from fusedit.models.flux import Flux
@@ -51,6 +51,12 @@ class Double:
             found.append([first] if rows and first is not None and first.base.bias is not None else [])
         return found
 
+    def _layers(self) -> list[Any]:
+        """All linear layers of the block but those of its modulation."""
+        ends = [self.block.attn.to_out[0], self.block.attn.to_add_out]
+        ends += [layer for ff in (self.block.ff, self.block.ff_context) for layer in (ff.net[0].proj, ff.net[2])]
+        return [*self.image.layers(), *self.text.layers(), *ends]
+
     def codes_width(self) -> int:
         """Columns of a feed-forward layer's inner input."""
         return max(len(ff.net[0].proj.weight) for ff in (self.block.ff, self.block.ff_context))
@@ -62,8 +68,7 @@ class Double:
         attn, model = self.block.attn, self.model
         cos, sin = rotary
         qkv = scratch.dense(y, 3 * attn.inner_dim)
-        found = split(attn.to_q)
-        if found is not None and scale_of(found.base) is not None:
+        if converted(self._layers()):
             model.counters.ran("flux.fp8")
         packed(self.image, n[0], qkv[:, t:], offloaded=off, terms=model.terms)
         packed(self.text, n[1], qkv[:, :t], offloaded=off, terms=model.terms)

@@ -12,7 +12,7 @@ from fusedit.models._flux_parts import Pair, eps, width_of
 from fusedit.models._products import linear, low_of, separate, takes_rows, times
 from fusedit.models._scratch import Scratch
 from fusedit.runtime.branches import Split
-from fusedit.runtime.linear import Whole, scale_of
+from fusedit.runtime.linear import Whole, converted
 from fusedit.runtime.terms import Term
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Single:
         """n [B, S, C], the normed input, through the block into y [B, S, C], which its gate multiplies."""
         parts = self.product.parts()
         whole = self.product.whole(parts, offloaded=offloaded)
-        if any(part is not None and scale_of(part.base) is not None for part in parts):
+        if converted((*self.product.layers(), self.block.proj_out)):
             self.model.counters.ran("flux.fp8")
         layers, terms = self.product.layers(), self.model.terms
         term = None if whole is None else terms.of(layers, parts, y.dtype)

@@ -34,7 +34,7 @@ from fusedit.models._scratch import Scratch, Targets
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
-from fusedit.runtime.linear import PackedLinear, scale_of
+from fusedit.runtime.linear import PackedLinear, converted
 from fusedit.runtime.lora_scale import lora_scaled
 
 
@@ -264,7 +264,7 @@ class Flux(FusedModel):
         norms = [norm for block in doubles for norm in (block.norm1, block.norm1_context)]
         norms += [block.norm for block in singles] + [m.norm_out]
         layers = [norm.linear for norm in norms]
-        if scale_of(layers[0]) is not None:
+        if converted(layers):
             self.counters.ran("flux.fp8_modulation")
         if not self.plan.enabled("flux.modulation"):
             return separate(layers, condition)

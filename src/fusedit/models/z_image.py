@@ -12,13 +12,12 @@ Letters: B items, X image and T caption tokens (padded as stock does), S = X + T
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from fusedit import ops
-from fusedit.float8.rows import Activation
 from fusedit.models._attention import attention_reason
 from fusedit.models._bounds import Bounds, swiglu_bounds
 from fusedit.models._lora_ready import lora_ready
@@ -26,22 +25,17 @@ from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
 from fusedit.models._precision import Precision
 from fusedit.models._products import linear
-from fusedit.models._scratch import Scratch, Targets
+from fusedit.models._scratch import Targets
 from fusedit.models._z_image_block import Block
-from fusedit.models._z_image_layout import Layout, Table, patches, unpatched
+from fusedit.models._z_image_chain import NO_MODS, Limits, Mods, eps_of, first_norm, run_chain, scratch_for
+from fusedit.models._z_image_layout import Layout, patches, unpatched
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.lora_scale import lora_scaled
 
 _NOTHING: Final = nn.Module()
-# The norm after a residual: weight [C] and scale [B, C] (None in the caption's refiner).
-_Norm = tuple[torch.Tensor, torch.Tensor | None]
-_Following = tuple[torch.Tensor, torch.Tensor | None, Activation]
-# scale and gate of attention, then scale and gate of the feed-forward layer, each [B, C].
-_Mods = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _FEW: Final = "most of the error for its time: 10 % of the squares on tiny-z-image for 0.6 % of a step"
-_NO_MODS: Final[_Mods] = (None, None, None, None)
 
 
 class ZImage(FusedModel):
@@ -314,10 +308,10 @@ class ZImage(FusedModel):
             blocks = self.context_refiner(m.context_refiner)
             targets = Targets(torch.empty_like(h))
             place = targets.of(blocks[0].reads_rows()[0])
-            self.norm(h, *_first(m.context_refiner, None), _eps(m.context_refiner), out=place)
-            limits = _Limits(self.caption_bounds([block.bounded() for block in blocks]), 0)
-            self._chain(
-                blocks, h, targets, None, _scratch(h, blocks), [_NO_MODS] * len(blocks), layout.captions, limits
+            self.norm(h, *first_norm(m.context_refiner, None), eps_of(m.context_refiner), out=place)
+            limits = Limits(self.caption_bounds([block.bounded() for block in blocks]), 0)
+            run_chain(
+                self, blocks, h, targets, None, scratch_for(h, blocks), [NO_MODS] * len(blocks), layout.captions, limits
             )
             for i, end in enumerate(layout.caption_lengths):
                 h[i, end:] = 0
@@ -341,19 +335,19 @@ class ZImage(FusedModel):
         self._embed(x, image, layout, embedder)
         count = len(m.noise_refiner)
         blocks = torch.split(vectors, 4 * m.dim, dim=1)[: count + len(m.layers)]
-        split: list[_Mods] = [block.chunk(4, dim=1) for block in blocks]  # type: ignore[misc]
+        split: list[Mods] = [block.chunk(4, dim=1) for block in blocks]  # type: ignore[misc]
         refine, mods = split[:count], split[count:]
         targets = Targets(torch.empty_like(h))
         refiner, layers = self.noise_refiner(m.noise_refiner), self.layers(m.layers)
-        scratch = _scratch(h, [*refiner, *layers])  # one for both, or a graph would hold two
+        scratch = scratch_for(h, [*refiner, *layers])  # one for both, or a graph would hold two
         head = slice(None, wide) if layout.uniform else None
         joint_rows = bool(layers) and layers[0].reads_rows()[0]
-        then = (*_first(m.layers, mods), targets.of(joint_rows, head)) if layout.uniform and mods else None
+        then = (*first_norm(m.layers, mods), targets.of(joint_rows, head)) if layout.uniform and mods else None
         if refine:
             own = targets if layout.uniform else Targets(torch.empty_like(image))
             place = own.of(refiner[0].reads_rows()[0], head)
-            self.norm(image, *_first(m.noise_refiner, refine), _eps(m.noise_refiner), out=place)
-            self._chain(refiner, image, own, head, scratch, refine, layout.images, _Limits(bounds, 0), then)
+            self.norm(image, *first_norm(m.noise_refiner, refine), eps_of(m.noise_refiner), out=place)
+            run_chain(self, refiner, image, own, head, scratch, refine, layout.images, Limits(bounds, 0), then)
         if layout.uniform:
             h[:, wide:] = captions
         else:
@@ -361,12 +355,12 @@ class ZImage(FusedModel):
                 h[i, :a], h[i, a : a + b], h[i, a + b :] = image[i, :a], captions[i, :b], 0
         if mods:
             left = slice(wide, None) if refine and then else slice(None)  # the rows that have no norm yet
-            self.norm(h[:, left], *_first(m.layers, mods), _eps(m.layers), out=targets.of(joint_rows, left))
+            self.norm(h[:, left], *first_norm(m.layers, mods), eps_of(m.layers), out=targets.of(joint_rows, left))
             rows = wide if self.plan.enabled("z_image.image_rows") else None
             if rows is not None:
                 self.counters.ran("z_image.image_rows")
-            limits = _Limits(bounds, len(refiner))
-            self._chain(layers, h, targets, None, scratch, mods, layout.joint, limits, None, residuals, rows)
+            limits = Limits(bounds, len(refiner))
+            run_chain(self, layers, h, targets, None, scratch, mods, layout.joint, limits, None, residuals, rows)
         return h[:, :wide]
 
     def _embed(self, x: Sequence[torch.Tensor], image: torch.Tensor, layout: Layout, embedder: Any) -> None:
@@ -381,53 +375,6 @@ class ZImage(FusedModel):
             linear(embedder, patches(x[i : i + 1], layout, i), out=image[i : i + 1, :count])
             image[i, count:end] = pad
             image[i, end:] = 0
-
-    def _chain(
-        self,
-        blocks: list[Block],
-        h: torch.Tensor,
-        targets: Targets,
-        tokens: slice | None,
-        scratch: Scratch,
-        mods: list[_Mods],
-        table: Table,
-        limits: _Limits,
-        then: _Following | None = None,
-        residuals: dict[int, torch.Tensor] | None = None,
-        rows: int | None = None,
-    ) -> None:
-        """Blocks on the residual stream h, in place. These tokens of the targets hold the first block's normed input
-        and are overwritten; `then` is the norm that follows and where it goes; of the last block only the first `rows`
-        rows are computed."""
-        offloaded = offload_hook(self.module)
-        for i, block in enumerate(blocks):
-            last = i + 1 == len(blocks)
-            stock = block.stock
-            reads = block.reads_rows()
-            scale_mlp, gate_attention, gate_mlp = mods[i][2], mods[i][1], mods[i][3]
-            y = block.attend(targets.of(reads[0], tokens), scratch, table, offloaded, rows if last else None)
-            if y.shape[1] < h.shape[1]:
-                h, targets, tokens = h[:, : y.shape[1]], Targets(torch.empty_like(y)), None
-            eps = stock.attention_norm2.eps
-            inner = (stock.attention_norm2.weight, gate_attention, stock.ffn_norm1.weight, scale_mlp, eps)
-            n = targets.of(reads[1], tokens)
-            self.gate_norm(h, y, *inner, out=(h, n))
-            block.feed(n, scratch, y, offloaded, limits.of(i, block))
-            if last:
-                following = then
-            else:
-                place = targets.of(blocks[i + 1].reads_rows()[0], tokens)
-                following = (blocks[i + 1].stock.attention_norm1.weight, mods[i + 1][0], place)
-            branch = (y, stock.ffn_norm2.weight, gate_mlp)
-            extra = None if residuals is None else residuals.get(i)
-            if following is not None and extra is None:
-                self.gate_norm(h, *branch, *following[:2], eps, out=(h, following[2]))
-                continue
-            self.gate(h, *branch, eps, out=h)
-            if extra is not None:
-                h += extra[:, : h.shape[1]]
-                if following is not None:
-                    self.norm(h, *following[:2], eps, out=following[2])
 
     @staticmethod
     def tiny(**changes: Any) -> nn.Module:
@@ -446,27 +393,3 @@ class ZImage(FusedModel):
         }
         module: nn.Module = ZImageTransformer2DModel(**{**config, **changes})  # type: ignore[no-untyped-call, assignment]
         return module.eval()
-
-
-def _first(blocks: Any, mods: list[_Mods] | None) -> _Norm:
-    return blocks[0].attention_norm1.weight, None if mods is None else mods[0][0]
-
-
-def _scratch(h: torch.Tensor, blocks: Sequence[Block]) -> Scratch:
-    """Room for the products of any of these blocks on h [B, S, C]."""
-    dense = max((block.scratch_width() for block in blocks), default=0)
-    return Scratch(h, dense, max((block.hidden() for block in blocks), default=0))
-
-
-class _Limits(NamedTuple):
-    """Bounds of the chain's blocks, from row `first` of all bounds on."""
-
-    bounds: torch.Tensor | None
-    first: int
-
-    def of(self, i: int, block: Block) -> torch.Tensor | None:
-        return self.bounds[self.first + i] if self.bounds is not None and block.bounded() else None
-
-
-def _eps(blocks: Any) -> float:
-    return float(blocks[0].attention_norm1.eps)

@@ -6,7 +6,7 @@ A packed group is one storage of which the stock parameters are views, so packin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -162,6 +162,11 @@ def _base(layer: Any) -> nn.Linear | None:
 def scale_of(layer: nn.Module) -> torch.Tensor | None:
     """The scale of a layer whose weight is e4m3, else None."""
     return layer._buffers.get("weight_scale")
+
+
+def converted(layers: Iterable[Any]) -> bool:
+    """Whether any of these layers, or of those that LoRA layers among them wrap, has an e4m3 weight."""
+    return any(scale_of(getattr(layer, "base_layer", layer)) is not None for layer in layers)
 
 
 def _columns(parts: Sequence[Split | None]) -> tuple[list[Any], list[Any], list[Any]]:

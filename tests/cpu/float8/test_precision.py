@@ -159,7 +159,10 @@ def test_switched_off_rewrites_are_refusals_with_their_reason() -> None:
     handle = fusedit.accelerate(pipe, Plan(base="fp8", rewrites={"flux.fp8_modulation": False}))
     assert not any("norm" in path for path in converted(pipe))
     report = handle.report()
-    assert {r.site: r.reason for r in report.refused} == {"flux.fp8_modulation": "switched off by the plan"}
+    assert {r.site: r.reason for r in report.refused} == {
+        "flux.fp8_modulation": "switched off by the plan",
+        "flux.fp8_attention": "off unless a plan names it",
+    }
     assert any("flux.fp8_modulation is switched off by the plan" in note for note in report.notes)
     FLUX.call(pipe)
     assert site(handle, "flux.fp8").fused > 0
@@ -175,11 +178,24 @@ def test_a_rewrite_without_layers_is_refused_and_not_said_to_be_in_force(kind: K
     handle = fusedit.accelerate(pipe, Plan(base="fp8", precision={"default": "model"}))
     kind.call(pipe)
     report = handle.report()
-    tier = {rewrite.name for rewrite in registry()[kind.name].rewrites if rewrite.tier == "fp8"}
+    tier = {rewrite.name for rewrite in registry()[kind.name].rewrites if rewrite.tier == "fp8" and rewrite.default}
     assert {r.site for r in report.refused if "stay in the model's dtype" in r.reason} == tier
     assert not tier & {s.site for s in report.rewritten}
     assert converted(pipe) == {}
     handle.restore()
+
+
+@pytest.mark.parametrize("pattern", ["*.to_out.0", "*.norm1.linear", "*.ff.net.2", "*.w2", "*.proj_out"])
+def test_a_rewrite_with_few_layers_is_counted_where_it_ran(pattern: str) -> None:
+    kind = Z_IMAGE if "w2" in pattern else FLUX
+    pipe = kind.pipe()
+    handle = fusedit.accelerate(pipe, Plan(base="fp8", precision={"default": "model", "sites": {pattern: "fp8"}}))
+    assert converted(pipe)
+    kind.call(pipe)
+    lossy = {s.site: s.fused for s in handle.report().rewritten if s.exactness == "lossy"}
+    assert set(lossy) <= {"flux.fp8", "flux.fp8_modulation", "z_image.fp8"}
+    assert len(lossy) == 1
+    assert all(lossy.values())
 
 
 def test_layers_that_share_a_weight_stay_as_they_are() -> None:
@@ -208,10 +224,11 @@ def test_gpus_without_such_products_are_refused_with_what_runs_instead(
     pipe = FLUX.pipe()
     exact = FLUX.call(pipe)
     monkeypatch.setattr("fusedit.float8.conversion.device_refusal", lambda _: device_refusal(capability))
-    handle = fusedit.accelerate(pipe, "fp8")
+    handle = fusedit.accelerate(pipe, Plan(base="fp8", rewrites={"flux.fp8_attention": True}))
     assert relative(FLUX.call(pipe), exact) < 2e-5
     report = handle.report()
-    assert {r.site: r.reason for r in report.refused} == dict.fromkeys(("flux.fp8", "flux.fp8_modulation"), reason)
+    names = ("flux.fp8", "flux.fp8_attention", "flux.fp8_modulation")
+    assert {r.site: r.reason for r in report.refused} == dict.fromkeys(names, reason)
     assert not any("fp8" in s.site for s in report.rewritten)
     assert all(s.fused for s in report.rewritten if s.site.startswith("flux."))
     assert converted(pipe) == {}
