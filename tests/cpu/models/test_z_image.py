@@ -189,7 +189,7 @@ def test_every_caption_length_equals_stock_and_pads_are_attended(length: int) ->
     assert (relative(changed[0], fused[0]) > 1e-3) == (length % 32 != 0)
 
 
-@pytest.mark.parametrize("rewrite", [rewrite.name for rewrite in ZImage.rewrites])
+@pytest.mark.parametrize("rewrite", [rewrite.name for rewrite in ZImage.rewrites if rewrite.tier == "exact"])
 def test_each_rewrite_can_be_switched_off(rewrite: str) -> None:
     pipe = lively_pipe()
     stock = z_image_call(pipe, lengths=(7, 40))
@@ -204,7 +204,7 @@ def test_each_rewrite_can_be_switched_off(rewrite: str) -> None:
 def test_every_rewrite_alone_matches_stock() -> None:
     pipe = lively_pipe()
     stock = z_image_call(pipe)
-    names = [rewrite.name for rewrite in ZImage.rewrites]
+    names = [rewrite.name for rewrite in ZImage.rewrites if rewrite.tier == "exact"]
     for name in names:
         handle = fusedit.accelerate(pipe, Plan().without(*(other for other in names if other != name)))
         assert relative(z_image_call(pipe), stock) < 2e-5, name

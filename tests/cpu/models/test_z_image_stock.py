@@ -25,7 +25,7 @@ def test_configs_that_are_refused(changes: dict[str, Any], word: str) -> None:
         fusedit.accelerate(pipe)
     handle = fusedit.accelerate(pipe, strict=False)
     refused = {r.site: r.reason for r in handle.report().refused}
-    assert all(word in refused[rewrite.name] for rewrite in ZImage.rewrites)
+    assert all(word in refused[rewrite.name] for rewrite in ZImage.rewrites if rewrite.tier == "exact")
     assert "forward" not in pipe.transformer.__dict__
 
 
