@@ -120,8 +120,12 @@ class Aside:
         layer.__dict__.pop("unmerge", None)
         return True
 
-    def __reduce__(self) -> tuple[type[Aside], tuple[Any, tuple[str, ...]]]:
-        return Aside, (self._layer(), tuple(self.keys))
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        layer: Any = self._layer()
+        base = layer.get_base_layer()
+        if getattr(base, "original", None) is not None or getattr(base, "elsewhere", None) is not None:
+            return getattr, (layer, "unmerge")  # in a copy the base is stock's, with this merged into its weight
+        return Aside, (layer, tuple(self.keys))
 
 
 class Frozen:

@@ -125,6 +125,23 @@ def test_a_copy_is_a_stock_pipeline_where_the_originals_can_be_had(
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("originals", ["cpu", "drop"])
+def test_a_copy_has_the_lora_that_was_fused_and_can_unfuse_it(originals: str, how: str) -> None:
+    pipe, stock = Z_IMAGE.pipe(), Z_IMAGE.pipe()
+    fusedit.accelerate(pipe, "fp8", originals=originals)
+    for each in (pipe, stock):
+        fusedit.load_lora(each, mixed_state(Z_IMAGE.pipe(), names=("to_q", "to_v", "feed_forward")).tensors, "a")
+        each.fuse_lora()
+    copied = copy.deepcopy(pipe) if how == "deepcopy" else pickle.loads(pickle.dumps(pipe))
+    limit = 1e-5 if originals == "cpu" else 0.1
+    assert relative(Z_IMAGE.call(copied), Z_IMAGE.call(stock)) < limit
+    for each in (copied, stock):
+        each.unfuse_lora()
+        each.unload_lora_weights()
+    assert relative(Z_IMAGE.call(copied), Z_IMAGE.call(stock)) < limit
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_a_copy_without_originals_is_a_quantised_pipeline(how: str) -> None:
     pipe = Z_IMAGE.pipe()
     fusedit.accelerate(pipe, "fp8", originals="drop")
