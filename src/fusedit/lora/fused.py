@@ -17,6 +17,7 @@ from typing import Any, Final
 from torch import nn
 
 from fusedit.errors import LoraError
+from fusedit.float8.conversion import suspended
 from fusedit.lora.adapters import adapters_in, tuner_layers
 from fusedit.lora.making import is_float8
 from fusedit.lora.unmerging import Aside, Frozen, Original, copied, put_into
@@ -96,8 +97,11 @@ class FuseLora:
         """Merge the LoRAs as stock does; a failure leaves weights and scales as they were.
 
         Raises:
-            LoraError: a layer with float8 weights, which this LoRA cannot be a side branch of.
+            LoraError: a layer with float8 weights, which this LoRA cannot be a side branch of, or weights that are
+                float8 again when a pause ends.
         """
+        if suspended(self.module):
+            raise LoraError("a LoRA cannot be fused while an fp8 plan is paused; leave the paused() block first")
         changes = list(self._changes(adapter_names))
         try:
             for change in changes:

@@ -111,9 +111,15 @@ class Aside:
         self.restore()
 
     def restore(self) -> bool:
-        """Unmerge; the weights were never touched."""
+        """Unmerge; the weights were never touched.
+
+        Raises:
+            LoraError: they are stock's for a while, with the branches merged.
+        """
         layer: Any = self._layer()
         base = layer.get_base_layer()
+        if not hasattr(base, "branches"):
+            raise LoraError("a LoRA cannot be unfused while an fp8 plan is paused; leave the paused() block first")
         base.branches = {key: branch for key, branch in base.branches.items() if key not in self.keys}
         self.keys.clear()
         layer.merged_adapters.clear()

@@ -15,7 +15,7 @@ from support.pipes import relative
 from support.runs import FLUX, KINDS, Z_IMAGE, Kind, each_kind, fused
 
 import fusedit
-from fusedit.errors import UnsupportedPipelineError
+from fusedit.errors import LoraError, UnsupportedPipelineError
 from fusedit.plan import Plan
 
 OTHER = Plan(base="fp8", precision={"sites": {"*.to_out.0": "model"}})
@@ -90,6 +90,10 @@ def test_a_fused_lora_is_in_the_pause_too_and_the_same_after_it(kind: Kind) -> N
     drawn = kind.call(pipe)
     with handle.paused():
         assert relative(kind.call(pipe), kind.call(stock)) < 1e-5
+        with pytest.raises(LoraError, match=r"cannot be fused while an fp8 plan is paused; leave the paused\(\) block"):
+            pipe.fuse_lora()
+        with pytest.raises(LoraError, match="cannot be unfused while an fp8 plan is paused"):
+            pipe.unfuse_lora()
     assert torch.equal(kind.call(pipe), drawn)
     pipe.unfuse_lora()
     pipe.unload_lora_weights()
