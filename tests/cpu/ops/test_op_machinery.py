@@ -444,7 +444,7 @@ def test_cost_takes_the_ops_own_arguments(name: str) -> None:
             assert cost.bytes > 0
             assert cost.flops > 0 or REGISTRY[name].exactness == "bitwise"  # copies
     assert next(iter(inspect.signature(REGISTRY[name].reference).parameters)) in (
-        *("x", "q", "qkv", "a", "t", "weight", "length"),
+        *("x", "q", "qkv", "a", "t", "y", "weight", "length"),
     )
 
 
