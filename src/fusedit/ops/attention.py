@@ -60,9 +60,15 @@ def plain(
     out: Tensor | None = None,
 ) -> Tensor:
     mask = None if key_mask is None else key_mask[:, None, None]
+    q, scale = _upright(q, scale)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
     return o.contiguous() if out is None else out.copy_(o)
+
+
+def _upright(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+    """The same logits by a scale that is not negative: with one, flash and cuDNN give NaN."""
+    return (q, scale) if scale is None or scale >= 0 else (-q, -scale)
 
 
 def check(
@@ -317,8 +323,7 @@ def attention(
     if name == "plain":
         attention.ran["plain"] += 1
         return plain(q, k, v, key_mask, scale, out=out)
-    if scale is not None and scale < 0:  # flash and cuDNN give NaN, since padded keys get -inf before it
-        q, scale = -q, -scale
+    q, scale = _upright(q, scale)
     masked = key_mask is not None
     lying = [lies_well(t).transpose(1, 2) for t in (q, k, v)]
     bias = None if key_mask is None else _bias(key_mask, q)

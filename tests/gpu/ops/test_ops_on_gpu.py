@@ -22,6 +22,7 @@ pytestmark = [
 ]
 LIBRARY = {
     *("attention", "attention_fp8", "conv2d", "conv2d_group_norm_silu", "linear_gelu", "linear_swiglu"),
+    "linear_low_rank",
     *("scaled_linear", "scaled_linear_gelu", "scaled_linear_swiglu", "upsample_conv2d"),
 }
 KERNELS = sorted(set(ops.registry()) - LIBRARY)
