@@ -45,9 +45,12 @@ def split(layer: Any) -> Split | None:
     if layer.merged:
         return Split(base, ())
     made = []
+    parts, scaling = space["_modules"], space["scaling"]
+    downs = parts["lora_A"]._modules
     for name in layer.active_adapters:
-        if name in layer.lora_A and layer.scaling[name] != 0:  # at scale 0 the base alone remains, to the bit
-            branch = _branch(layer, name)
+        if name in downs and scaling[name] != 0:  # at scale 0 the base alone remains, to the bit
+            halves = downs[name], parts["lora_B"]._modules[name], parts["lora_dropout"]._modules[name]
+            branch = None if name in space.get("lora_variant", ()) else _branch(*halves, scaling[name])
             if branch is None:
                 return None
             made.append(branch)
@@ -67,24 +70,22 @@ def _hooked(space: dict[str, Any]) -> bool:
     return bool(space["_forward_hooks"] or space["_forward_pre_hooks"] or "forward" in space or "_hf_hook" in space)
 
 
-def _branch(layer: Any, name: str) -> Branch | None:
-    down: Any = layer.lora_A[name]
-    up: Any = layer.lora_B[name]
-    dropout: Any = layer.lora_dropout[name]
-    if name in getattr(layer, "lora_variant", ()) or any(_hooked(part.__dict__) for part in (down, up, dropout)):
-        return None
-    if not (_plain(down) and _plain(up)):
+def _branch(down: Any, up: Any, dropout: Any, scale: float) -> Branch | None:
+    """What an adapter adds; by way of the modules' own dictionaries, since this runs thousands of times a step."""
+    if any(_hooked(part.__dict__) for part in (down, up, dropout)):
         return None
     if type(dropout) is not nn.Identity and dropout.training and getattr(dropout, "p", 1.0) > 0:
         return None
-    if down.weight.dtype is not up.weight.dtype or down.weight.device != up.weight.device:
+    a, b = _weight(down), _weight(up)
+    if a is None or b is None or a.dtype is not b.dtype or a.device != b.device:
         return None
-    return Branch(down.weight, up.weight, float(layer.scaling[name]))
+    return Branch(a, b, float(scale))
 
 
-def _plain(part: Any) -> bool:
-    """Whether half of a pair is a linear layer without a bias."""
-    return type(part) is nn.Linear and part._parameters["bias"] is None
+def _weight(part: Any) -> torch.Tensor | None:
+    """Of half of a pair, if that is a linear layer without a bias."""
+    own = part._parameters
+    return own["weight"] if type(part) is nn.Linear and own["bias"] is None else None
 
 
 @contextmanager
