@@ -227,7 +227,7 @@ CASES = (
     Case("codes-joint", _coded((2, 5, 64), 16, "joint"), ("small", "strided")),
     Case("codes-sliced", _coded((2, 5, 64), 16, "sliced"), ("small", "strided")),
     Case("empty", _args((2, 0, 64), 8), ("small", "empty")),
-    Case("no-ranks", _args((2, 5, 64), 0), ("small", "empty")),
+    Case("empty-ranks", _args((2, 5, 64), 0), ("small", "empty")),
     Case("flux-qkv", _args((1, 4096, 3072), 96, "joint"), _REAL),
     Case("flux-text", _args((2, 512, 3072), 96, "joint"), _REAL),
     Case("flux-single", _args((1, 4608, 3072), 128), _REAL),
