@@ -104,7 +104,7 @@ def _why_no_fp8() -> str:
     """Why products in e4m3 do not run here; on a CPU they are emulated."""
     import torch
 
-    from fusedit.float8.conversion import device_refusal
+    from fusedit.float8.refusals import device_refusal
 
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     return device_refusal(capability) or ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fusedit.float8 import conversion
+from fusedit.float8 import conversion, refusals
 from fusedit.models._model import FusedModel
 from fusedit.models._precision import chosen_precisions
 from fusedit.plan import Plan
@@ -71,8 +71,8 @@ def precisions(
         if made.wanted and others:
             made.blocking = f"another pipeline that shares {name} is accelerated in the model's dtype; restore it first"
         elif made.wanted or lossy:
-            everywhere = conversion.refusal_there(module)
-            reason = everywhere or (conversion.refusal(module) if made.wanted else None)
+            everywhere = refusals.refusal_there(module)
+            reason = everywhere or (refusals.refusal(module) if made.wanted else None)
             if reason is not None:
                 made.wanted, made.kept = {}, {}
                 made.refused = dict.fromkeys({*fp8, *(lossy if everywhere else ())}, reason)

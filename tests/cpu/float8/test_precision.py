@@ -14,7 +14,7 @@ from support.runs import FLUX, Z_IMAGE, Kind, each_kind, site
 import fusedit
 from fusedit.catalogue import catalogue
 from fusedit.errors import PlanError, UnsupportedPipelineError
-from fusedit.float8.conversion import device_refusal
+from fusedit.float8.refusals import device_refusal
 from fusedit.models import registry
 from fusedit.models._converted import precisions
 from fusedit.plan import Plan
@@ -223,7 +223,7 @@ def test_gpus_without_such_products_are_refused_with_what_runs_instead(
     assert reason.endswith("the weights stay in the model's dtype and the exact rewrites run")
     pipe = FLUX.pipe()
     exact = FLUX.call(pipe)
-    monkeypatch.setattr("fusedit.float8.conversion.device_refusal", lambda _: device_refusal(capability))
+    monkeypatch.setattr("fusedit.float8.refusals.device_refusal", lambda _: device_refusal(capability))
     handle = fusedit.accelerate(pipe, Plan(base="fp8", rewrites={"flux.fp8_attention": True}))
     assert relative(FLUX.call(pipe), exact) < 2e-5
     report = handle.report()
