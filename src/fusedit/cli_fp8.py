@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusedit.errors import ArgumentError, PlanError
+from fusedit.errors import ArgumentError
 from fusedit.files import check_file, check_replaceable, json_bytes, write_together
-from fusedit.plan import Plan
 from fusedit.validation import check_prompt, check_seed, check_steps, dtype_name, parse_size
 
 if TYPE_CHECKING:
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 def run_quantize(*, model: str, out: Path, plan: str, dtype: str | None, quiet: bool) -> Quantised:
     """Check the arguments, then load, convert and write."""
     from fusedit.progress import Progress, progress_on
-    from fusedit.quantize import quantize
+    from fusedit.quantize import lossy_plan, quantize
 
-    chosen = _lossy(plan)
+    chosen = lossy_plan(plan)
     if dtype is not None:
         dtype_name(dtype)
     with Progress() if quiet else progress_on() as progress:
@@ -57,10 +56,11 @@ def run_sensitivity(
     from fusedit.defaults import request_for
     from fusedit.loading import load
     from fusedit.progress import Progress, progress_on
+    from fusedit.quantize import lossy_plan
     from fusedit.sensitivity import GROUPS, sensitivity
     from fusedit.validation import check_choice
 
-    chosen = _lossy(plan)
+    chosen = lossy_plan(plan)
     check_prompt(prompt)
     check_seed(seed)
     check_choice(by, GROUPS, "by")
@@ -107,10 +107,3 @@ def print_sensitivity(found: Sensitivity, console: Console, most: int = 40) -> N
     console.print(f"all together: {found.total:.5f}")
     for reason, count in Counter(found.kept.values()).items():
         console.print(Text(f"{count} in the model's dtype: {reason}"))
-
-
-def _lossy(plan: str) -> Plan:
-    chosen = Plan.of(plan)
-    if chosen.base == "exact":
-        raise PlanError("plan 'exact' quantises nothing; give fp8 or the path of a plan JSON with base fp8")
-    return chosen

@@ -57,17 +57,15 @@ def quantize(
     """
     from fusedit.float8 import checkpoint, conversion
     from fusedit.loading import load, quiet_loading
-    from fusedit.models import registry
     from fusedit.models._converted import precisions
+    from fusedit.served import denoiser_of
 
     began = time.perf_counter()
-    chosen = Plan.of(plan)
-    if chosen.base == "exact":
-        raise PlanError("plan 'exact' quantises nothing; give fp8 or the path of a plan JSON with base fp8")
+    chosen = lossy_plan(plan)
     checkpoint.check_new(out)
     pipe: Any = load(model, dtype=dtype or "bf16", device="cpu")
     module = getattr(pipe, checkpoint.COMPONENT, None)
-    served = next((m for m in registry().values() if m.denoiser and type(module) is m.stock_class()), None)
+    served = denoiser_of(module)
     if module is None or served is None:
         raise UnsupportedPipelineError(
             f"{model!r} has no transformer that a file of fusedit.models serves, so it cannot be quantised"
@@ -88,6 +86,18 @@ def quantize(
         checkpoint.save(pipe, out)
     kept = sum(isinstance(layer, torch.nn.Linear) for layer in module.modules()) - len(wanted)
     return Quantised(out, len(wanted), kept, before, _bytes(module), converted, time.perf_counter() - began)
+
+
+def lossy_plan(plan: Plan | str | Path) -> Plan:
+    """A plan, of a tier that quantises.
+
+    Raises:
+        PlanError: unknown, or of another tier.
+    """
+    chosen = Plan.of(plan)
+    if chosen.base == "exact":
+        raise PlanError("plan 'exact' quantises nothing; give fp8 or the path of a plan JSON with base fp8")
+    return chosen
 
 
 def _device() -> torch.device | None:

@@ -106,10 +106,9 @@ def sensitivity(
         PlanError: the plan quantises nothing here.
         UnsupportedPipelineError: no transformer that is served, or it is converted already.
     """
-    from fusedit.float8.conversion import conversion_of
-    from fusedit.models import registry
+    from fusedit.float8.conversion import conversion_of, linear_layers
     from fusedit.models._converted import precisions
-    from fusedit.models._precision import linear_layers
+    from fusedit.served import denoiser_of
 
     if by not in GROUPS:
         raise ArgumentError(f"by is {by!r}; give one of {', '.join(GROUPS)}")
@@ -117,7 +116,7 @@ def sensitivity(
         raise ArgumentError(f"samples is {samples}; give 1 to {request.steps}, the steps of the run")
     chosen = Plan.of(plan)
     module = getattr(pipe, "transformer", None)
-    model = next((m for m in registry().values() if m.denoiser and type(module) is m.stock_class()), None)
+    model = denoiser_of(module)
     if module is None or model is None:
         raise UnsupportedPipelineError(f"{type(pipe).__name__} has no transformer that a file of fusedit.models serves")
     if conversion_of(module) is not None:
@@ -132,13 +131,13 @@ def sensitivity(
     progress = progress or Progress()
     wanted_steps = sorted({round(i * (request.steps - 1) / max(1, samples - 1)) for i in range(samples)})
     calls = _recorded(pipe, module, request, wanted_steps, progress)
-    groups = _grouped(layers, by)
+    groups, typical = _grouped(layers, by), model.typical(module)
     with torch.no_grad():
         before = [_output(module, call) for call in calls]
         progress.begin("measuring", len(groups) + 1)
 
         def error(names: Sequence[str]) -> float:
-            with _converted({name: layers[name] for name in names}, found.wanted, model.typical(module)):
+            with _converted({name: layers[name] for name in names}, found.wanted, typical):
                 made = [_distance(_output(module, call), old) for call, old in zip(calls, before, strict=True)]
             progress.finish_picture()
             return sorted(made)[len(made) // 2]

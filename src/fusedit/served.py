@@ -26,6 +26,11 @@ def served(module: Any, model: type[FusedModel]) -> bool:
     return type(module) is model.stock_class()
 
 
+def denoiser_of(module: Any) -> type[FusedModel] | None:
+    """The model of a transformer of this class, if there is one."""
+    return next((model for model in registry().values() if model.denoiser and served(module, model)), None)
+
+
 def check_names(plan: Plan) -> None:
     """Refuse a plan with rewrites that are not there, or not in its tier.
 

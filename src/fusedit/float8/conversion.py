@@ -84,11 +84,16 @@ def mark_loaded(module: nn.Module, wanted: Mapping[str, str]) -> None:
     _remember(module, Conversion(wanted, "checkpoint"))
 
 
-def layers_of(module: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
-    """Path and layer of every layer that is e4m3 now; paths are stock's, whatever LoRA layers stand around them."""
+def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Path and layer of every linear layer, whatever LoRA layers stand around it: the path is stock's."""
     for path, layer in module.named_modules():
-        if isinstance(layer, Float8Linear):
+        if isinstance(layer, nn.Linear) and ".lora_" not in path:
             yield path.replace(".base_layer", ""), layer
+
+
+def layers_of(module: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
+    """Those of them that are e4m3 now."""
+    return ((path, layer) for path, layer in linear_layers(module) if isinstance(layer, Float8Linear))
 
 
 def convert(
@@ -166,12 +171,7 @@ def _remember(module: nn.Module, made: Conversion) -> None:
 
 def _stock_layers(module: nn.Module, wanted: Mapping[str, str]) -> dict[str, nn.Linear]:
     """Those of the wanted layers that are stock's, by stock's path."""
-    layers = {}
-    for path, layer in module.named_modules():
-        plain = path.replace(".base_layer", "")
-        if type(layer) is nn.Linear and plain in wanted and ".lora_" not in path:
-            layers[plain] = layer
-    return layers
+    return {path: layer for path, layer in linear_layers(module) if type(layer) is nn.Linear and path in wanted}
 
 
 def _room_for(layers: Sequence[nn.Linear], itemsize: int) -> bool:

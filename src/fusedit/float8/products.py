@@ -12,8 +12,7 @@ Tensor = torch.Tensor
 
 def quantise(x: Tensor) -> Rows:
     """x [..., K] as rows with scales of their own, in a pass of its own."""
-    op = ops.quantize_rows
-    return Rows(*(op.unchecked(x) if x.is_cpu else op(x)))
+    return Rows(*ops.quantize_rows.direct(x))
 
 
 def scaled(
@@ -30,7 +29,6 @@ def scaled(
     Args:
         low: t, up and part of a low-rank term, in units of the codes.
     """
-    op = ops.scaled_linear
-    run = op.unchecked if x.codes.is_cpu else op
     name = str(dtype if out is None else out.dtype).removeprefix("torch.")
-    return run(x.codes, x.scale, weight, scale, bias, name, *(low or ()), out=out)  # type: ignore[no-any-return]
+    made: Tensor = ops.scaled_linear.direct(x.codes, x.scale, weight, scale, bias, name, *(low or ()), out=out)
+    return made

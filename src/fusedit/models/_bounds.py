@@ -52,6 +52,11 @@ class Bounds:
         self._kept = None
 
 
+def rows_of(bounds: Tensor | None, groups: Sequence[Sequence[Split]]) -> list[Tensor | None]:
+    """The row of each group that `bounds` was made for; None for an empty one."""
+    return [bounds[i] if bounds is not None and group else None for i, group in enumerate(groups)]
+
+
 def _stamp(part: Split) -> tuple[Any, ...]:
     layer: Any = part.base
     matrices = (t for branch in part.branches for t in branch[:2])

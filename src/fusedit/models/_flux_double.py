@@ -46,9 +46,9 @@ class Double:
         """For each stream the layer that bounds what the feed-forward layer's second product reads, in e4m3."""
         found = []
         for ff in (self.block.ff, self.block.ff_context):
-            first = split_for_packing(ff.net[0].proj)
             rows = takes_rows((ff.net[0].proj, ff.net[2]), self.model.terms)
-            found.append([first] if rows and first is not None and first.base.bias is not None else [])
+            first = split_for_packing(ff.net[0].proj) if rows else None
+            found.append([first] if first is not None and first.base.bias is not None else [])
         return found
 
     def _layers(self) -> list[Any]:

@@ -40,9 +40,10 @@ class Single:
 
     def bounded(self) -> list[Split]:
         """The layers that bound what the closing product reads: GELU's and attention's, where both are quantised."""
+        if not (self.reads_rows() and takes_rows([self.block.proj_out], self.model.terms)):
+            return []
         parts = self.product.parts()
-        rows = self.reads_rows() and takes_rows([self.block.proj_out], self.model.terms)
-        return [part for part in (parts[3], parts[2]) if part is not None] if rows else []
+        return [part for part in (parts[3], parts[2]) if part is not None]
 
     def codes_width(self) -> int:
         """Columns of the closing product's input."""
@@ -52,11 +53,10 @@ class Single:
         self, n: Activation, y: Tensor, scratch: Scratch, rotary: Pair, offloaded: bool, bounds: Tensor | None
     ) -> None:
         """n [B, S, C], the normed input, through the block into y [B, S, C], which its gate multiplies."""
-        parts = self.product.parts()
+        layers, parts, terms = self.product.layers(), self.product.parts(), self.model.terms
         whole = self.product.whole(parts, offloaded=offloaded)
-        if converted((*self.product.layers(), self.block.proj_out)):
+        if converted((*layers, self.block.proj_out)):
             self.model.counters.ran("flux.fp8")
-        layers, terms = self.product.layers(), self.model.terms
         term = None if whole is None else terms.of(layers, parts, y.dtype)
         plain = term is not None or not any(part is not None and part.branches for part in parts)
         if isinstance(n, Rows) and bounds is not None and whole is not None and whole.bias is not None and plain:
@@ -74,8 +74,8 @@ class Single:
                 times(n, whole, x, parts, term)
             self.model.gelu(x[..., 3 * wide :], out=x[..., 3 * wide :])
         a = self._attend(x[..., : 3 * wide], rotary)
-        copy = ops.strided_copy.unchecked if a.is_cpu else ops.strided_copy
-        copy(a, out=x[..., 2 * wide : 3 * wide])  # over v: beside the MLP's columns, for the closing product
+        # Over v: beside the MLP's columns, for the closing product.
+        ops.strided_copy.direct(a, out=x[..., 2 * wide : 3 * wide])
         linear(self.block.proj_out, x[..., 2 * wide :], y, terms)
 
     def _float8(

@@ -213,8 +213,7 @@ class FusedModel(ABC):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             counters.ran(rewrite)
-            # On a CPU the op would check its arguments and do the same: 30 to 100 us a call, a tenth of a small step.
-            return op.unchecked(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
+            return op.direct(*args, **kwargs)
 
         return run
 
@@ -230,10 +229,6 @@ class FusedModel(ABC):
             return give_dense(*args, out=out)
 
         return run
-
-    def uncounted(self, op: Op[..., Any]) -> Callable[..., Any]:
-        """An op that is part of a site that counts already."""
-        return lambda *args, **kwargs: op.unchecked(*args, **kwargs) if args[0].is_cpu else op(*args, **kwargs)
 
     @classmethod
     def rewrites_of(cls, plan: Plan) -> tuple[Rewrite, ...]:

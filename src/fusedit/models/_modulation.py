@@ -234,7 +234,7 @@ class _Group(NamedTuple):
         kwargs = {} if self.scales is None else {"scales": self.scales}
         op = ops.grouped_linear
         y: torch.Tensor
-        y, hit = (op.unchecked if x.is_cpu else op)(x, self.weights, self.biases, *table, **kwargs, out=out)
+        y, hit = op.direct(x, self.weights, self.biases, *table, **kwargs, out=out)
         low, add = ops.low_rank, ops.add_low_rank
         first, then = (low.unchecked, add.unchecked) if x.is_cpu else (low, add)
         for columns, term in self.adapted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -10,6 +10,7 @@ from typing import Any, Final
 from torch import nn
 
 from fusedit.errors import PlanError
+from fusedit.float8.conversion import linear_layers
 from fusedit.plan import Plan
 
 
@@ -43,17 +44,6 @@ class Chosen:
     value: str
     reason: str
     rewrite: str
-
-
-def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Path and layer of every linear layer, whatever LoRA layers stand around it: the path is stock's."""
-    for path, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) and not _within_adapter(path):
-            yield path.replace(".base_layer", ""), layer
-
-
-def _within_adapter(path: str) -> bool:
-    return any(part in path for part in (".lora_A.", ".lora_B.", ".lora_magnitude_vector."))
 
 
 def chosen_precisions(

@@ -28,9 +28,13 @@ Low = tuple[Tensor, Tensor, int]
 
 def takes_rows(layers: Iterable[Any], terms: Terms) -> bool:
     """Whether all of these layers read activations in e4m3 and nothing else, so that a norm should give them rows."""
-    parts = [split_for_packing(layer) for layer in layers]
-    rows = all(part is not None and type(part.base) is Float8Linear and part.base.activations for part in parts)
-    return rows and (not any(part.branches for part in parts if part is not None) or not terms.refusal(parts))
+    parts = []
+    for layer in layers:
+        part = split_for_packing(layer)
+        if part is None or type(part.base) is not Float8Linear or not part.base.activations:
+            return False
+        parts.append(part)
+    return not any(part.branches for part in parts) or not terms.refusal(parts)
 
 
 def linear(layer: Any, x: Activation, out: Tensor | None = None, terms: Terms | None = None) -> Tensor:
@@ -84,14 +88,14 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, lo
     """x [B, S, K] through weight [N, K], with a low-rank term where there is one."""
     if low is None:
         return multiply(x, weight, bias, out)
-    op = ops.linear_low_rank
-    return (op.unchecked if x.is_cpu else op)(x, weight, bias, *low, out=out)  # type: ignore[no-any-return]
+    made: Tensor = ops.linear_low_rank.direct(x, weight, bias, *low, out=out)
+    return made
 
 
 def low_of(x: Activation, term: Term) -> Low:
     """The first half of a low-rank term; of rows without their scales, which the product applies."""
-    op, t = ops.low_rank, x.codes if isinstance(x, Rows) else x
-    return (op.unchecked if t.is_cpu else op)(t, term.down, term.scale), term.up, term.part
+    read = x.codes if isinstance(x, Rows) else x
+    return ops.low_rank.direct(read, term.down, term.scale), term.up, term.part
 
 
 def separate(layers: Sequence[Any], x: Activation, out: Tensor, terms: Terms | None = None) -> Tensor:

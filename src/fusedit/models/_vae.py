@@ -25,6 +25,7 @@ from fusedit.models._products import linear
 from fusedit.models._sum import Sum, added, total
 from fusedit.plan import Plan
 from fusedit.runtime import relaid, widened
+from fusedit.runtime.branches import from_peft
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 
@@ -80,7 +81,7 @@ class VaeModel(FusedModel):
         for attn in m.mid_block.attentions:
             if attn is not None and type(attn.processor) is not AttnProcessor2_0:
                 return f"attention processor {type(attn.processor).__name__}"
-        if sample.dtype == torch.float16 and any(type(child).__module__.startswith("peft.") for child in m.modules()):
+        if sample.dtype == torch.float16 and any(map(from_peft, m.modules())):
             return "float16 with a LoRA layer: only the whole of stock can be widened"
         return None
 

@@ -42,9 +42,10 @@ class Block:
 
     def bounded(self) -> list[Split]:
         """The layers that bound what the feed-forward layer's last product reads, in e4m3."""
-        rows = takes_rows([*self.w13.layers(), self.stock.feed_forward.w2], self.model.terms)
+        if not takes_rows([*self.w13.layers(), self.stock.feed_forward.w2], self.model.terms):
+            return []
         parts = [part for part in self.w13.parts() if part is not None]
-        return parts if rows and all(part.base.bias is None for part in parts) else []
+        return parts if all(part.base.bias is None for part in parts) else []
 
     def attend(self, n: Activation, scratch: Scratch, table: Table, offloaded: bool, rows: int | None) -> Tensor:
         """n [B, S, C] -> attention's output [B, rows or S, C]."""

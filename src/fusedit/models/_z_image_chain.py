@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -24,16 +24,6 @@ Following = tuple[Tensor, Tensor | None, Activation]
 Mods = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Scale and gate of attention, then scale and gate of the feed-forward layer, each [B, C]."""
 NO_MODS: Final[Mods] = (None, None, None, None)
-
-
-class Limits(NamedTuple):
-    """Bounds of the chain's blocks, from row `first` of all bounds on."""
-
-    bounds: Tensor | None
-    first: int
-
-    def of(self, i: int, block: Block) -> Tensor | None:
-        return self.bounds[self.first + i] if self.bounds is not None and block.bounded() else None
 
 
 def first_norm(blocks: Any, mods: list[Mods] | None) -> Norm:
@@ -61,7 +51,7 @@ def run_chain(
     scratch: Scratch,
     mods: list[Mods],
     table: Table,
-    limits: Limits,
+    bounds: list[Tensor | None],
     then: Following | None = None,
     residuals: dict[int, Tensor] | None = None,
     rows: int | None = None,
@@ -82,7 +72,7 @@ def run_chain(
         inner = (stock.attention_norm2.weight, gate_attention, stock.ffn_norm1.weight, scale_mlp, eps)
         n = targets.of(reads[1], tokens)
         model.gate_norm(h, y, *inner, out=(h, n))
-        block.feed(n, scratch, y, offloaded, limits.of(i, block))
+        block.feed(n, scratch, y, offloaded, bounds[i])
         if last:
             following = then
         else:

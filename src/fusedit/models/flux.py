@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedit import ops
-from fusedit.float8.rows import part
 from fusedit.models._attention import attention_reason
-from fusedit.models._bounds import Bounds, gelu_bounds
+from fusedit.models._bounds import Bounds, gelu_bounds, rows_of
+from fusedit.models._flux_chain import run_blocks
 from fusedit.models._flux_double import Double
 from fusedit.models._flux_parts import Pair, Residuals, Vectors, typical_conditions, width_of
 from fusedit.models._flux_single import Single
@@ -30,8 +30,8 @@ from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
 from fusedit.models._precision import Precision
 from fusedit.models._products import linear
-from fusedit.models._scratch import Scratch, Targets
 from fusedit.plan import Plan
+from fusedit.runtime.branches import Split
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.linear import PackedLinear, converted
@@ -139,10 +139,7 @@ class Flux(FusedModel):
             self.site("flux.fp8_attention", ops.attention_fp8) if coarse else self.site("flux.attention", ops.attention)
         )
         self.scaled_linear_gelu = self.site("flux.gelu", ops.scaled_linear_gelu)
-        self.row_bounds, self.scale_rows = (
-            self.uncounted(ops.row_bounds),
-            self.uncounted(ops.scale_rows),
-        )
+        self.row_bounds, self.scale_rows = ops.row_bounds.direct, ops.scale_rows.direct
         self.bounds = Bounds(self.cache, gelu_bounds)
         self.limits = (self.bounds,)
         self.doubles = Followed(lambda block: Double(block, self), Double.unpack)
@@ -231,13 +228,14 @@ class Flux(FusedModel):
             double = Residuals(controlnet_block_samples, len(m.transformer_blocks), controlnet_blocks_repeat)
             single = Residuals(controlnet_single_block_samples, len(m.single_transformer_blocks), False)
 
-            limits = self._bounds()
+            groups = self._bounding()
+            limits = self.bounds(groups)
 
             def step(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
                 x, text, mods, cos, sin, *residuals = tensors
                 bounds = None if limits is None else residuals.pop(0)
                 doubles, singles = double.of(residuals), single.of(residuals[double.count :])
-                return self._step(x, text, mods, (cos, sin), doubles, singles, bounds)
+                return self._step(x, text, mods, (cos, sin), doubles, singles, rows_of(bounds, groups))
 
             given = () if limits is None else (limits,)
             inputs = (hidden_states, text, mods, *rotary, *given, *double.samples, *single.samples)
@@ -299,12 +297,11 @@ class Flux(FusedModel):
             return embed(timestep, pooled)  # type: ignore[no-any-return]
         return embed(timestep, guidance.to(dtype) * 1000, pooled)  # type: ignore[no-any-return]
 
-    def _bounds(self) -> torch.Tensor | None:
-        """Bounds of what closing products read in e4m3 [2 doubles + singles, 4]; None where none does."""
+    def _bounding(self) -> list[list[Split]]:
+        """What bounds the input of each closing product in e4m3: two streams of double blocks, then single blocks."""
         m: Any = self.module
-        doubles = self.doubles(m.transformer_blocks)
-        groups = [group for block in doubles for group in block.bounded()]
-        return self.bounds([*groups, *(block.bounded() for block in self.singles(m.single_transformer_blocks))])
+        doubles, singles = self.doubles(m.transformer_blocks), self.singles(m.single_transformer_blocks)
+        return [*(group for block in doubles for group in block.bounded()), *(block.bounded() for block in singles)]
 
     def _step(
         self,
@@ -314,7 +311,7 @@ class Flux(FusedModel):
         rotary: Pair,
         double: Residuals,
         single: Residuals,
-        bounds: torch.Tensor | None,
+        bounds: list[torch.Tensor | None],
     ) -> torch.Tensor:
         """x [B, I, *] -> [B, I, *]; text [B, T, C], mods [B, N], rotary tables [1, T + I, D / 2]."""
         m: Any = self.module
@@ -325,65 +322,8 @@ class Flux(FusedModel):
         h[:, :t] = text
         linear(m.x_embedder, x, out=h[:, t:])
         vectors = Vectors(mods, wide, len(m.transformer_blocks), len(m.single_transformer_blocks))
-        self._blocks(h, y, vectors, t, rotary, double, single, bounds)
+        run_blocks(self, h, y, vectors, t, rotary, double, single, bounds)
         return linear(m.proj_out, y[:, t:])
-
-    def _blocks(
-        self,
-        h: torch.Tensor,
-        y: torch.Tensor,
-        vectors: Vectors,
-        t: int,
-        rotary: Pair,
-        double: Residuals,
-        single: Residuals,
-        bounds: torch.Tensor | None,
-    ) -> None:
-        """All blocks; h [B, T + I, C] is overwritten, y leaves with the modulated final norm."""
-        m: Any = self.module
-        offloaded = offload_hook(m)
-        doubles, singles = self.doubles(m.transformer_blocks), self.singles(m.single_transformer_blocks)
-        entry, joint, final = vectors.double, vectors.single, vectors.final
-        image, text = slice(t, None), slice(None, t)
-        targets = Targets(y)
-        # Where the norm before each block, and the last one, puts what it gives: for image and text, then for both.
-        split = [tuple(map(targets.of, block.reads_rows())) for block in doubles]
-        whole = [targets.of(block.reads_rows()) for block in singles] + [y]
-        after = joint[0][:2] if joint else final  # the norm that follows the last double block, in both streams
-        if entry:
-            self.norm(h[:, image], *entry[0][0][:2], out=part(split[0][0], image))
-            self.norm(h[:, text], *entry[0][1][:2], out=part(split[0][1], text))
-        else:
-            self.norm(h, *after, out=whole[0])
-        everything: list[Double | Single] = [*doubles, *singles]
-        blocks = [block.block for block in everything]
-        codes = max((block.codes_width() for block in everything), default=0) if bounds is not None else 0
-        # Every product of a block writes here: attention's inputs first, then the feed-forward layer's.
-        scratch = Scratch(h, max([0, *map(width_of, blocks)]), codes)
-        for i, block in enumerate(doubles):
-            n = part(split[i][0], image), part(split[i][1], text)
-            block.attend(n, y, scratch, t, rotary, offloaded)
-            if i + 1 < len(doubles):
-                then = entry[i + 1][0][:2], entry[i + 1][1][:2]
-                where = part(split[i + 1][0], image), part(split[i + 1][1], text)
-            else:
-                then, where = (after, after), (part(whole[0], image), part(whole[0], text))
-            following = (then[0], where[0]), (then[1], where[1])
-            block.feed(
-                h, y, targets, scratch, t, entry[i], following, double.at(i), _rows(bounds, 2 * i, block.bounded())
-            )
-        for i, one in enumerate(singles):
-            (bound,) = _rows(bounds, 2 * len(doubles) + i, [one.bounded()])
-            one(whole[i], y, scratch, rotary, offloaded, bound)
-            gate = joint[i][2]
-            following_norm = joint[i + 1][:2] if i + 1 < len(singles) else final
-            extra = single.at(i)
-            if extra is None:
-                self.gate_norm(h, y, gate, *following_norm, out=(h, whole[i + 1]))
-            else:
-                self.gate(h, y, gate, out=h)
-                h[:, t:] += extra
-                self.norm(h, *following_norm, out=whole[i + 1])
 
     @staticmethod
     def tiny(**changes: Any) -> nn.Module:
@@ -413,8 +353,3 @@ def _rotary(m: Any, txt_ids: torch.Tensor, img_ids: torch.Tensor) -> Pair:
     ids = [ids[0] if ids.ndim == 3 else ids for ids in (txt_ids, img_ids)]
     cos, sin = m.pos_embed(torch.cat(ids))
     return cos[None, :, ::2].float().contiguous(), sin[None, :, ::2].float().contiguous()
-
-
-def _rows(bounds: torch.Tensor | None, first: int, groups: list[list[Any]]) -> list[torch.Tensor | None]:
-    """The rows from `first` on, one for each group of layers; None for a group that is empty."""
-    return [bounds[first + i] if bounds is not None and group else None for i, group in enumerate(groups)]

@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedit import ops
 from fusedit.models._attention import attention_reason
-from fusedit.models._bounds import Bounds, swiglu_bounds
+from fusedit.models._bounds import Bounds, rows_of, swiglu_bounds
 from fusedit.models._lora_ready import lora_ready
 from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
@@ -27,7 +27,7 @@ from fusedit.models._precision import Precision
 from fusedit.models._products import linear
 from fusedit.models._scratch import Targets
 from fusedit.models._z_image_block import Block
-from fusedit.models._z_image_chain import NO_MODS, Limits, Mods, eps_of, first_norm, run_chain, scratch_for
+from fusedit.models._z_image_chain import NO_MODS, Mods, eps_of, first_norm, run_chain, scratch_for
 from fusedit.models._z_image_layout import Layout, patches, unpatched
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
@@ -118,7 +118,7 @@ class ZImage(FusedModel):
         self.swiglu = self.site("z_image.swiglu", ops.swiglu)
         self.linear_swiglu = self.site("z_image.swiglu", ops.linear_swiglu)
         self.scaled_linear_swiglu = self.site("z_image.swiglu", ops.scaled_linear_swiglu)
-        self.row_bounds = self.uncounted(ops.row_bounds)
+        self.row_bounds = ops.row_bounds.direct
         self.limits = self.bounds, self.caption_bounds = tuple(Bounds(self.cache, swiglu_bounds) for _ in range(2))
         coarse = plan.enabled("z_image.fp8_attention", "fp8", False)
         self.attention = (
@@ -217,7 +217,8 @@ class ZImage(FusedModel):
             mods, scale = self._modulation(x, t, final, len(x) * layout.joint.length)
             residuals = controlnet_block_samples or {}
             blocks = (*self.noise_refiner(m.noise_refiner), *self.layers(m.layers))
-            limits = self.bounds([block.bounded() for block in blocks])
+            groups = [block.bounded() for block in blocks]
+            limits = self.bounds(groups)
 
             def step(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
                 rest = iter(tensors)
@@ -226,7 +227,7 @@ class ZImage(FusedModel):
                 bounds = None if limits is None else next(rest)
                 where = layout.with_tensors(rest)
                 extra = dict(zip(residuals, rest))  # noqa: B905
-                n = self._joint(images, captions, mods, where, m.all_x_embedder[key], extra, bounds)
+                n = self._joint(images, captions, mods, where, m.all_x_embedder[key], extra, rows_of(bounds, groups))
                 n = self.final_norm(n, scale, None, final.norm_final.eps)
                 return linear(final.linear, n)
 
@@ -309,7 +310,8 @@ class ZImage(FusedModel):
             targets = Targets(torch.empty_like(h))
             place = targets.of(blocks[0].reads_rows()[0])
             self.norm(h, *first_norm(m.context_refiner, None), eps_of(m.context_refiner), out=place)
-            limits = Limits(self.caption_bounds([block.bounded() for block in blocks]), 0)
+            groups = [block.bounded() for block in blocks]
+            limits = rows_of(self.caption_bounds(groups), groups)
             run_chain(
                 self, blocks, h, targets, None, scratch_for(h, blocks), [NO_MODS] * len(blocks), layout.captions, limits
             )
@@ -325,7 +327,7 @@ class ZImage(FusedModel):
         layout: Layout,
         embedder: Any,
         residuals: dict[int, torch.Tensor],
-        bounds: torch.Tensor | None,
+        bounds: list[torch.Tensor | None],
     ) -> torch.Tensor:
         """Everything between the patches and the final layer: the image rows [B, X, C] after it."""
         m: Any = self.module
@@ -347,7 +349,7 @@ class ZImage(FusedModel):
             own = targets if layout.uniform else Targets(torch.empty_like(image))
             place = own.of(refiner[0].reads_rows()[0], head)
             self.norm(image, *first_norm(m.noise_refiner, refine), eps_of(m.noise_refiner), out=place)
-            run_chain(self, refiner, image, own, head, scratch, refine, layout.images, Limits(bounds, 0), then)
+            run_chain(self, refiner, image, own, head, scratch, refine, layout.images, bounds[: len(refiner)], then)
         if layout.uniform:
             h[:, wide:] = captions
         else:
@@ -359,7 +361,7 @@ class ZImage(FusedModel):
             rows = wide if self.plan.enabled("z_image.image_rows") else None
             if rows is not None:
                 self.counters.ran("z_image.image_rows")
-            limits = Limits(bounds, len(refiner))
+            limits = bounds[len(refiner) :]
             run_chain(self, layers, h, targets, None, scratch, mods, layout.joint, limits, None, residuals, rows)
         return h[:, :wide]
 

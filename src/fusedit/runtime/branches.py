@@ -14,6 +14,11 @@ import torch
 from torch import nn
 
 
+def from_peft(module: nn.Module) -> bool:
+    """Whether its class is one of peft's."""
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
 class Branch(NamedTuple):
     """scale * x down^T up^T: down [R, K], up [N, R]."""
 
@@ -38,7 +43,7 @@ def split(layer: Any) -> Split | None:
     if kind.__name__ != "Linear" or _hooked(space):
         return None
     base = space["_modules"].get("base_layer")
-    if base is None or type(base).__module__.startswith("peft.") or _hooked(base.__dict__):
+    if base is None or from_peft(base) or _hooked(base.__dict__):
         return None
     if layer.disable_adapters:
         return None if layer.merged else Split(base, ())
@@ -91,7 +96,7 @@ def _weight(part: Any) -> torch.Tensor | None:
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
     """Inside the block the LoRA layers in `module` are as if they were not there, but for merged ones."""
-    found = [m for m in module.modules() if type(m).__module__.startswith("peft.") and "_disable_adapters" in vars(m)]
+    found = [m for m in module.modules() if from_peft(m) and "_disable_adapters" in vars(m)]
     layers = [layer for layer in found if not getattr(layer, "merged", False)]
     before = [layer.__dict__["_disable_adapters"] for layer in layers]
     try:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fusedit.report import CacheReport
+from fusedit.runtime.branches import from_peft
 from fusedit.runtime.counters import Counters
 
 CAPACITY: Final = 4
@@ -47,7 +48,7 @@ def state_of(module: nn.Module) -> Hashable:
         space = child.__dict__
         tensors = (t for kind in ("_parameters", "_buffers") for t in space[kind].values() if t is not None)
         places += [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
-        if type(child).__module__.startswith("peft."):
+        if from_peft(child):
             settings.append(_adapter_state(space))
         elif space.get("branches"):
             settings.append(_branch_state(space["branches"]))

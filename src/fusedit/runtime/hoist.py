@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from fusedit.runtime.branches import split
+from fusedit.runtime.branches import from_peft, split
 from fusedit.runtime.form import STANDARD
 
 # True classifier-free guidance alternates two conditionings a step, for text and for positions; eight leave room.
@@ -93,7 +93,7 @@ def _look(owner: nn.Module) -> _Seen | None:
             continue
         met.add(id(module))
         kind, space = type(module), module.__dict__
-        if kind.__module__.partition(".")[0] == "peft":
+        if from_peft(module):
             base = _look_at_lora(module, objects, facts)
             if base is None:
                 return None

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parameter import Parameter
 
+from fusedit.runtime.branches import from_peft
 from fusedit.runtime.form import FREE_CHILDREN, Form, plain
 from fusedit.runtime.methods import described
 
@@ -42,10 +43,6 @@ def _stock_kind(kind: type) -> type:
     """The class that a layer with e4m3 weights was made of; of any other its own."""
     found: type = kind.__dict__.get("stock_kind", kind)
     return found
-
-
-def _from_peft(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "peft"
 
 
 def global_reason() -> str | None:
@@ -106,7 +103,7 @@ def _alike(module: nn.Module, form: Form) -> bool:
         kind = _stock_kind(type(child))
         space = child.__dict__
         if kind is not role.kind:
-            if not _from_peft(child) or _wrapped_otherwise("", child, role) is not None:
+            if not from_peft(child) or _wrapped_otherwise("", child, role) is not None:
                 return False
             continue
         if not space.keys().isdisjoint(role.shadows):  # this way round it goes through the fewer names
@@ -161,7 +158,7 @@ def _first_reason(module: nn.Module, known: frozenset[str], form: Form) -> str |
         space = child.__dict__
         if role is None or _stock_kind(type(child)) is not role.kind:
             reason = (
-                _wrapped_otherwise(name, child, role) if _from_peft(child) else _other_class(name, child, role, known)
+                _wrapped_otherwise(name, child, role) if from_peft(child) else _other_class(name, child, role, known)
             )
             continue
         reason = (
@@ -256,7 +253,7 @@ def _push(stack: _Stack, prefix: str, module: nn.Module, form: Form) -> str | No
 
 def _wrapped_otherwise(name: str, layer: Any, role: Form | None) -> str | None:
     """The difference of what a LoRA layer wraps from the stock layer in its place."""
-    while _from_peft(layer) and isinstance(layer.__dict__.get("_modules", {}).get("base_layer"), nn.Module):
+    while from_peft(layer) and isinstance(layer.__dict__.get("_modules", {}).get("base_layer"), nn.Module):
         layer = layer._modules["base_layer"]
     incomplete = _incomplete(name, layer.__dict__)
     if incomplete is not None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from fusedit.runtime.branches import from_peft
+
 
 @contextmanager
 def lora_scaled(module: nn.Module, kwargs: dict[str, Any] | None) -> Iterator[None]:
@@ -30,7 +32,7 @@ def lora_scaled(module: nn.Module, kwargs: dict[str, Any] | None) -> Iterator[No
 
 def _warn_of_fused(module: nn.Module, scale: float) -> None:
     """Stock lets the scale have no effect on what is merged, and says nothing."""
-    layers = (child for child in module.modules() if type(child).__module__.partition(".")[0] == "peft")
+    layers = (child for child in module.modules() if from_peft(child))
     fused = sorted({name for layer in layers for name in getattr(layer, "merged_adapters", ())})
     if fused:
         warnings.warn(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fusedit.runtime.branches import from_peft
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.homes import HOMES, MOVING, Home, lies_channels_last, sole_owner, storage_of, unpack
 
@@ -122,7 +123,7 @@ def _weights(module: nn.Module) -> list[torch.Tensor]:
         for child in stack.pop().__dict__["_modules"].values():
             if type(child) is nn.Conv2d:
                 found.append(child.__dict__["_parameters"]["weight"])
-            elif child is not None and child.__dict__["_modules"] and not type(child).__module__.startswith("peft."):
+            elif child is not None and child.__dict__["_modules"] and not from_peft(child):
                 stack.append(child)
     return found
 

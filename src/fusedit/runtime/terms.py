@@ -21,6 +21,7 @@ from torch import nn
 from fusedit.report import CacheReport
 from fusedit.runtime.branches import Split, split_for_packing
 from fusedit.runtime.hoist import RunCache
+from fusedit.runtime.linear import scale_of
 
 Tensor = torch.Tensor
 Form = Literal["parts", "joint", "beside"]
@@ -219,20 +220,16 @@ def _weight(part: Split) -> Tensor:
     return weight  # type: ignore[no-any-return]
 
 
-def _scale_of(part: Split) -> Tensor | None:
-    return part.base._buffers.get("weight_scale")
-
-
 def _dtype(parts: Sequence[Split | None], dtype: torch.dtype) -> torch.dtype:
     """Codes are multiplied with bf16, whose range they do not leave, in models of half precision."""
-    codes = any(part is not None and _scale_of(part) is not None for part in parts)
+    codes = any(part is not None and scale_of(part.base) is not None for part in parts)
     return torch.bfloat16 if codes and dtype.itemsize == 2 else dtype
 
 
 def _mixed(parts: Sequence[Split | None], dtype: torch.dtype) -> str:
     """Why matrices cannot be used in this dtype: beside codes they may be rounded, elsewhere they may not."""
     for part in parts:
-        if part is not None and _scale_of(part) is None:
+        if part is not None and scale_of(part.base) is None:
             for branch in part.branches:
                 if branch.down.dtype is not dtype or branch.up.dtype is not dtype:
                     names = (str(t).removeprefix("torch.") for t in (branch.down.dtype, dtype))
@@ -267,7 +264,7 @@ def _filled(
     down, up, _ = branches[0]
     P, R = layout.P, layout.R
     divided = layout.form != "beside"
-    as_it_is = not divided or _scale_of(found[0]) is None
+    as_it_is = not divided or scale_of(found[0].base) is None
     alone = len(found) == 1 and len(branches) == 1 and len(down) == R and as_it_is
     if alone and all(t.dtype is dtype and t.is_contiguous() for t in (down, up)):
         term = Term(down.detach(), up.detach(), torch.zeros(R, device=down.device), 0)
@@ -280,7 +277,7 @@ def _filled(
         own, all_up = (down.new_zeros(shape, dtype=dtype) for shape in ((P * R, down.shape[1]), (N, R)))
         term = Term(own, all_up, torch.zeros(P * R, device=down.device), layout.part)
     for part, row, column, output in zip(found, layout.rows, layout.columns, layout.outputs, strict=True):
-        codes = _scale_of(part) if divided else None
+        codes = scale_of(part.base) if divided else None
         for branch in part.branches:
             ranks = len(branch.down)
             term.down[row : row + ranks].copy_(branch.down)
@@ -310,7 +307,7 @@ def _fill_scales(term: Term, layout: _Layout, parts: Sequence[Split | None]) -> 
 def _stamp(parts: Sequence[Split | None]) -> Hashable:
     """Everything but scales that a term is made of, as far as it shows."""
     return tuple(
-        (_seen(_scale_of(part)), tuple((_seen(b.down), _seen(b.up)) for b in part.branches))
+        (_seen(scale_of(part.base)), tuple((_seen(b.down), _seen(b.up)) for b in part.branches))
         for part in parts
         if part is not None
     )
