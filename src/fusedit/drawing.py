@@ -156,6 +156,13 @@ class _Watch:
         return explain(self.pipe, stage=stage, step=step, steps=self.total)
 
 
+@contextlib.contextmanager
+def silenced(pipe: Any) -> Iterator[None]:
+    """Inside the block the pipeline shows no progress of its own."""
+    with _shadowed(pipe, "progress_bar", lambda iterable=None, total=None: _SilentBar(iterable)):  # noqa: ARG005
+        yield
+
+
 class _SilentBar:
     """Stands in for tqdm while fusedit shows its own progress."""
 

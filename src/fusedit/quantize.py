@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusedit.errors import PlanError, UnsupportedPipelineError
 from fusedit.plan import Plan
 from fusedit.progress import Progress
+
+if TYPE_CHECKING:
+    from fusedit.calibration import Calibration
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class Quantised:
         layers: how many linear layers are e4m3.
         kept: how many stay in the model's dtype.
         bytes_before, bytes_after: of the transformer's weights.
-        convert_s, total_s: seconds for the conversion alone, and for everything.
+        rounding: how the codes were chosen, in words.
+        convert_s, total_s: seconds for the conversion alone (looking at what layers read included), and for everything.
     """
 
     path: Path
@@ -31,6 +36,7 @@ class Quantised:
     kept: int
     bytes_before: int
     bytes_after: int
+    rounding: str
     convert_s: float
     total_s: float
 
@@ -79,13 +85,36 @@ def quantize(
         raise PlanError(f"this plan quantises nothing of {model!r} ({reason}); give fp8")
     before = _bytes(module)
     start = time.perf_counter()
-    samples = served.typical(module)
-    conversion.convert(module, wanted, "drop", device=_device(), progress=progress, undo=False, samples=samples)
+    device = _device()
+    seen = _calibrated(pipe, module, served, wanted, chosen.without(*found.refused), progress)
+    conversion.convert(module, wanted, "drop", device=device, progress=progress, undo=False, samples=seen.samples)
     converted = time.perf_counter() - start
     with quiet_loading():
         checkpoint.save(pipe, out)
     kept = sum(isinstance(layer, torch.nn.Linear) for layer in module.modules()) - len(wanted)
-    return Quantised(out, len(wanted), kept, before, _bytes(module), converted, time.perf_counter() - began)
+    total = time.perf_counter() - began
+    return Quantised(out, len(wanted), kept, before, _bytes(module), seen.words(), converted, total)
+
+
+def _calibrated(
+    pipe: Any, module: Any, model: Any, wanted: Mapping[str, str], plan: Plan, progress: Progress | None
+) -> Calibration:
+    """What layers read in pictures that are drawn on the GPU where there is one with room for the model."""
+    from fusedit.calibration import calibrate
+
+    device = _device()
+    if device is None:
+        return calibrate(pipe, module, model, wanted, plan, progress)
+    size, free = _bytes(module), torch.cuda.mem_get_info(device)[0]
+    if size * 1.1 > free:
+        needed = f"drawing pictures needs the whole model on the GPU ({size / 2**30:.1f} GiB, {free / 2**30:.1f} free)"
+        return replace(calibrate(pipe, module, model, wanted, plan.without(model.rounding)), reason=needed)
+    pipe.enable_model_cpu_offload(device=device)
+    try:
+        return calibrate(pipe, module, model, wanted, plan, progress)
+    finally:
+        pipe.remove_all_hooks()
+        pipe.to("cpu")
 
 
 def lossy_plan(plan: Plan | str | Path) -> Plan:

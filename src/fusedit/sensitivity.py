@@ -106,6 +106,7 @@ def sensitivity(
         PlanError: the plan quantises nothing here.
         UnsupportedPipelineError: no transformer that is served, or it is converted already.
     """
+    from fusedit.calibration import calibrate
     from fusedit.float8.conversion import conversion_of, linear_layers
     from fusedit.models._converted import precisions
     from fusedit.served import denoiser_of
@@ -131,13 +132,14 @@ def sensitivity(
     progress = progress or Progress()
     wanted_steps = sorted({round(i * (request.steps - 1) / max(1, samples - 1)) for i in range(samples)})
     calls = _recorded(pipe, module, request, wanted_steps, progress)
-    groups, typical = _grouped(layers, by), model.typical(module)
+    seen = calibrate(pipe, module, model, found.wanted, chosen, progress)
+    groups = _grouped(layers, by)
     with torch.no_grad():
         before = [_output(module, call) for call in calls]
         progress.begin("measuring", len(groups) + 1)
 
         def error(names: Sequence[str]) -> float:
-            with _converted({name: layers[name] for name in names}, found.wanted, typical):
+            with _converted({name: layers[name] for name in names}, found.wanted, seen.samples):
                 made = [_distance(_output(module, call), old) for call, old in zip(calls, before, strict=True)]
             progress.finish_picture()
             return sorted(made)[len(made) // 2]
@@ -237,13 +239,13 @@ def _distance(made: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> fl
 
 @contextmanager
 def _converted(
-    layers: Mapping[str, nn.Linear], wanted: Mapping[str, str], samples: torch.Tensor | None
+    layers: Mapping[str, nn.Linear], wanted: Mapping[str, str], samples: Mapping[str, torch.Tensor]
 ) -> Iterator[None]:
     """These layers in their precision inside the block, and the very same weights again behind it."""
     from fusedit.float8.linear import Float8Linear
     from fusedit.float8.rounding import Rounder
 
-    rounder = Rounder(samples, layers, wanted, None)
+    rounder = Rounder(samples, layers)
     done: list[tuple[Float8Linear, torch.Tensor]] = []
     try:
         for path, layer in layers.items():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from fusedit.calibration import Calibration, calibrate
 from fusedit.errors import UsageError
 from fusedit.float8 import conversion
 from fusedit.lora import fused as fused_loras
@@ -88,12 +89,21 @@ class Session:
         if not self.fits() and conversion.conversion_of(self.module) is not None:
             conversion.restore(self.module)  # of a pipeline that is gone
         if self.wanted and conversion.conversion_of(self.module) is None:
-            conversion.convert(self.module, self.wanted, self.originals, samples=type(self.model).typical(self.module))
+            seen = calibrate(pipe, self.module, type(self.model), self.wanted, self.model.plan)
+            conversion.convert(self.module, self.wanted, self.originals, samples=seen.samples, rounding=seen.words())
+            self._count(seen)
         self._forward = install(self.module)
         self._forward.abandoned = _abandoned
         self._forward.sessions[pipe] = self
         if self._takes_loras:
             fused_loras.install(self.module)
+
+    def _count(self, seen: Calibration) -> None:
+        """Say in the counters what became of the rewrite that rounds codes."""
+        if seen.pictures:
+            self.counters.ran(self.model.rounding)
+        elif seen.reason:
+            self.counters.fell_back(self.model.rounding, seen.reason)
 
     def fits(self) -> bool:
         """Whether the weights are what this session wants, and their originals where it wants them."""

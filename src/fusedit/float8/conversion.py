@@ -16,11 +16,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from fusedit.cache.checksum import checksums
 from fusedit.errors import ArgumentError, DeviceMemoryError, RestoreError
 from fusedit.float8 import casting, mark
 from fusedit.float8.linear import Float8Linear, quantise_weight
 from fusedit.float8.refusals import why_held
-from fusedit.float8.rounding import Rounder
+from fusedit.float8.rounding import Codes, Rounder
 from fusedit.float8.source import Elsewhere, Source
 from fusedit.progress import Progress
 from fusedit.runtime.install import rebind
@@ -38,13 +39,13 @@ class Conversion:
         wanted: path -> `fp8` or `weights`, of every layer that was converted.
         originals: one of ORIGINALS, or `checkpoint` where the weights were e4m3 when they were loaded.
         source: where the originals are read from again, for `reload`.
-        samples: what `convert` was given, to do the same again.
+        rounding: how the codes were chosen, for reports.
     """
 
     wanted: Mapping[str, str]
     originals: str
     source: Source | None = None
-    samples: torch.Tensor | None = None
+    rounding: str = ""
 
     @property
     def restorable(self) -> bool:
@@ -58,11 +59,13 @@ class Suspended:
     Attributes:
         made: what is to be made again.
         branches: path -> LoRAs that were fused into the layer, and the weight without them.
+        codes: path -> what the weight was in e4m3, on the CPU, and the weight's checksum.
         count: how many asked for it and have not taken that back.
     """
 
     made: Conversion
     branches: dict[str, tuple[Any, torch.Tensor]]
+    codes: dict[str, tuple[Codes, int]]
     count: int = 1
 
 
@@ -104,7 +107,9 @@ def convert(
     device: torch.device | None = None,
     progress: Progress | None = None,
     undo: bool = True,
-    samples: torch.Tensor | None = None,
+    samples: Mapping[str, torch.Tensor] | None = None,
+    known: Mapping[str, Codes] | None = None,
+    rounding: str = "",
 ) -> Conversion:
     """Make the layers of `wanted` e4m3, in place; all of them or, where anything fails, none.
 
@@ -114,7 +119,9 @@ def convert(
         originals: one of ORIGINALS.
         device: where weights are quantised; None: where they lie.
         progress: told of every layer.
-        samples: [n, K] of what layers with e4m3 weights alone read, where that is known; see float8/rounding.py.
+        samples: path -> [n, K] of what a layer reads, where that is known; see float8/rounding.py.
+        known: path -> codes of this very weight, made before.
+        rounding: how that chooses the codes, in words.
         undo: False lets go of each weight at once under `drop` and `reload`, so that a failure leaves a module that is
             of no use; else all weights are held, on a GPU with no room for that on the CPU, until the last is done.
 
@@ -134,7 +141,7 @@ def convert(
             if layers:
                 largest = max(layers.values(), key=lambda layer: layer.weight.numel()).weight
                 quantise_weight(largest if device is None else largest.to(device))  # room for all the others
-            rounder = Rounder(samples, layers, wanted, device)
+            rounder = Rounder(samples or {}, layers, device, known)
             for path, layer in layers.items():
                 progress.picture(path)
                 weight = layer.weight.data
@@ -158,7 +165,7 @@ def convert(
             f"the weights of {type(module).__name__} cannot be converted ({failure}); nothing was changed, free some "
             "memory or call pipe.enable_model_cpu_offload() first"
         )
-    conversion = Conversion(dict(wanted), originals, source, samples)
+    conversion = Conversion(dict(wanted), originals, source, rounding)
     _remember(module, conversion)
     return conversion
 
@@ -296,13 +303,16 @@ def suspend(module: nn.Module) -> None:
         waiting.count += 1
     elif made is not None:
         check_restorable(module)
-        branches = {}
+        branches, codes = {}, {}
         for path, layer in layers_of(module):
             first = layer.first() if layer.branches else None
             if first is not None:
                 branches[path] = (layer.branches, first)
+            codes[path] = layer.weight.data.to("cpu", copy=True), layer.weight_scale.to("cpu", copy=True)
         restore(module)
-        _SUSPENDED[module] = Suspended(made, branches)
+        stock = _stock_layers(module, made.wanted)
+        sums = _sums({path: branches[path][1] if path in branches else stock[path].weight for path in stock})
+        _SUSPENDED[module] = Suspended(made, branches, {path: (codes[path], sums[path]) for path in stock})
 
 
 def resume(module: nn.Module) -> None:
@@ -322,10 +332,18 @@ def resume(module: nn.Module) -> None:
     for path, (_, weight) in waiting.branches.items():
         if path in layers:
             layers[path].weight.data = weight.to(layers[path].weight)
-    convert(module, waiting.made.wanted, waiting.made.originals, samples=waiting.made.samples)
+    sums = _sums({path: layer.weight for path, layer in layers.items() if path in waiting.codes})
+    known = {path: waiting.codes[path][0] for path, seen in sums.items() if seen == waiting.codes[path][1]}
+    made = waiting.made
+    convert(module, made.wanted, made.originals, known=known, rounding=made.rounding)
     for path, layer in layers_of(module):
         if path in waiting.branches:
             layer.branches = waiting.branches[path][0]
+
+
+def _sums(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Path -> checksum of each weight."""
+    return {path: checksums([weight.detach()])[0] for path, weight in weights.items()}
 
 
 def suspended(module: nn.Module) -> bool:
@@ -354,7 +372,7 @@ def summary(module: nn.Module) -> list[str]:
         "cpu": f"the originals lie on the CPU ({kept / 2**30:.2f} GiB), restore() gives them back bit for bit",
         "reload": f"restore() reads the originals again from {made.source}",
     }.get(made.originals, f"restore() will raise: {why_not_restorable(module)}")
-    return [words, where]
+    return [words, where, *([made.rounding] if made.rounding else [])]
 
 
 def check_originals(value: object) -> str:

@@ -111,6 +111,8 @@ class FusedModel(ABC):
     rewrites: ClassVar[tuple[Rewrite, ...]]
     precisions: ClassVar[tuple[Precision, ...]] = ()
     """What the fp8 tier does with which linear layers; any that no pattern matches stays as it is."""
+    rounding: ClassVar[str] = ""
+    """The rewrite that rounds codes for what their layers read."""
     notes: ClassVar[tuple[str, ...]] = ()
     """Facts about what stays stock, for the report."""
     overflows: ClassVar[bool] = False

@@ -95,11 +95,13 @@ class Flux(FusedModel):
         ),
         Rewrite("flux.hoist", "bitwise", "rotary tables and the text projection once a run instead of once a step"),
         Rewrite("flux.fp8", "lossy", "products of e4m3 weights and activations, quantised where they are made", "fp8"),
+        Rewrite("flux.fp8_rounding", "lossy", "codes rounded for what layers read in small pictures", "fp8"),
         Rewrite(
             "flux.fp8_attention", "lossy", "attention on e4m3 codes; off unless named", "fp8", False, "flux.attention"
         ),
         Rewrite("flux.fp8_modulation", "lossy", "weights of the modulation in e4m3, applied as they are", "fp8"),
     )
+    rounding = "flux.fp8_rounding"
     precisions = (
         Precision("*norm1.linear", "weights", "one row reads 3.2 billion weights"),
         Precision("*norm1_context.linear", "weights", "one row reads 3.2 billion weights"),

@@ -73,6 +73,7 @@ class ZImage(FusedModel):
         Rewrite(
             "z_image.fp8", "lossy", "products of e4m3 weights and activations, quantised where they are made", "fp8"
         ),
+        Rewrite("z_image.fp8_rounding", "lossy", "codes rounded for what layers read in small pictures", "fp8"),
         Rewrite(
             "z_image.fp8_attention",
             "lossy",
@@ -82,6 +83,7 @@ class ZImage(FusedModel):
             "z_image.attention",
         ),
     )
+    rounding = "z_image.fp8_rounding"
     precisions = (
         Precision("noise_refiner.*.attention.to_out.0", "model", _FEW),
         Precision("layers.-[12].attention.to_out.0", "model", _FEW),
