@@ -117,7 +117,7 @@ def swiglu_bounds(parts: Sequence[Split]) -> Tensor:
     dots = torch.empty_like(w.weight_scale)
     for first in range(0, len(dots), _ROWS):
         rows = slice(first, first + _ROWS)
-        dots[rows] = (w.weight[rows].float() * v.weight[rows].float()).sum(dim=1)
+        dots[rows] = w.weight[rows].float().mul_(v.weight[rows].float()).sum(dim=1)
     dots *= w.weight_scale * v.weight_scale
     a, b = map(lengths, parts)
     c, d = map(changes, parts)

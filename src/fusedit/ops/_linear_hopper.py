@@ -62,11 +62,13 @@ _known: set[tuple[Any, ...]] = set()
 
 def make_ready(act: str, x: Tensor, bias: Tensor | None) -> None:
     """Compile both ways at the first call of a kind that the kernel could serve: no later length or rank does."""
-    key = act, x.device.index, None if bias is None else bias.dtype
-    small, weight = x.new_zeros(1, 8, STEP), x.new_zeros(COLUMNS, STEP)
-    if key in _known or shape_reason(small, weight) or torch.cuda.is_current_stream_capturing():
+    key = act, x.device.index, x.dtype, None if bias is None else bias.dtype
+    if key in _known or torch.cuda.is_current_stream_capturing():
         return
     _known.add(key)
+    small, weight = x.new_zeros(1, 8, STEP), x.new_zeros(COLUMNS, STEP)
+    if shape_reason(small, weight):
+        return
     t, up, own = x.new_zeros(1, 8, 8), x.new_zeros(COLUMNS, 8), None if bias is None else bias.new_zeros(COLUMNS)
     y = x.new_zeros(1, 8, COLUMNS // 2 if act == "swiglu" else COLUMNS)
     into(act, small, weight, own, y, 0, t, up, 0)

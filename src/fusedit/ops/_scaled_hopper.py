@@ -27,8 +27,12 @@ GROUP: Final = 8
 """Tiles of rows that share weights in L2."""
 
 
-def reason(x: Tensor, weight: Tensor) -> str:
-    """Why the kernel cannot take these at any length, or nothing."""
+def reason(x: Tensor, weight: Tensor, pair: bool = False) -> str:
+    """Why the kernel cannot take these at any length, or nothing.
+
+    Args:
+        pair: the result is e4m3 and half as wide as weight is long.
+    """
     if _gluon.reason:
         return _gluon.reason
     if not x.is_cuda or _triton.capability(x.device.index or 0) != (9, 0):
@@ -42,6 +46,8 @@ def reason(x: Tensor, weight: Tensor) -> str:
     N, K = weight.shape
     if N % 16 or K % 16:
         return f"takes inputs and outputs in multiples of 16, not {K} and {N}"
+    if pair and N % 32:  # the copy engine writes 16 bytes at a time, beyond the end of a row where that lies inside
+        return f"writes 16 codes at a time, not {N // 2} a row"
     return "" if _rows.vector(K, x, weight) > 1 else "needs rows on 16 bytes"
 
 
@@ -87,7 +93,7 @@ def launch(
     group: int = GROUP,
 ) -> None:
     """Whatever the number of tiles: x [B,S,K], weight [N,K] e4m3, x_scale and g_scale [B,S] and weight_scale [N] fp32,
-    dense; rows of x, weight, y and g on 16 bytes.
+    dense; rows of x, weight, y and g on 16 bytes, and multiples of 16 bytes long.
 
     `none`: y [B,S,N]. `gelu`: y [B,S,start], g [B,S,N - start], start a multiple of COLUMNS. `swiglu`: g [B,S,N / 2].
     x and weight in bf16: no scales, and of `gelu` all in y [B,S,N].
@@ -177,7 +183,7 @@ _known: set[tuple[Any, ...]] = set()
 def make_ready(act: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Compiles both ways of an op at its first call that the kernel could serve, so that no later length does."""
     key = act, x.device.index, None if bias is None else bias.dtype
-    if key in _known or reason(x, weight) or torch.cuda.is_current_stream_capturing():
+    if key in _known or reason(x, weight, act == "swiglu") or torch.cuda.is_current_stream_capturing():
         return
     _known.add(key)
     N = COLUMNS if act != "gelu" else 2 * COLUMNS

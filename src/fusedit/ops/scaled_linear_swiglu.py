@@ -112,9 +112,7 @@ def choose(
     del x_scale, weight_scale, g_scale
     if not x.is_cuda:
         return Backend("plain", f"emulated on {x.device.type}")
-    reason = _scaled_hopper.reason(x, weight) or _scaled_hopper.low_reason(t, up, part, pair=True)
-    if not reason and weight.shape[0] % 256:  # the last tile of such a width was seen to write beyond it, on an H200
-        reason = f"takes multiples of 128 results, not {weight.shape[0] // 2}"
+    reason = _scaled_hopper.reason(x, weight, pair=True) or _scaled_hopper.low_reason(t, up, part, pair=True)
     reason = reason or _scaled_hopper.idle(x, weight.shape[0], t)
     return Backend("separate", reason) if reason else Backend("hopper", "")
 

@@ -29,7 +29,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_to_a_dtype_changes_the_compute_dtype_alone(kind: Kind) -> None:
     pipe = kind.pipe()
     fusedit.accelerate(pipe, "fp8")
-    drawn, before = kind.call(pipe), codes(pipe)
+    # From given noise: on a CPU, torch 2.11 draws other numbers in bf16 than in fp32 of the same seed.
+    noise = torch.randn(kind.call(pipe).shape, generator=torch.Generator().manual_seed(3))
+    drawn, before = kind.call(pipe, latents=noise), codes(pipe)
     for move, dtype in (
         (lambda: pipe.to(torch.bfloat16), torch.bfloat16),
         (lambda: pipe.transformer.half(), torch.float16),
@@ -42,8 +44,8 @@ def test_to_a_dtype_changes_the_compute_dtype_alone(kind: Kind) -> None:
         assert same(codes(pipe), before)
         assert all(layer.weight_scale.dtype is torch.float32 for layer in converted(pipe).values())
         if dtype is torch.bfloat16:
-            assert relative(kind.call(pipe).float(), drawn) < 0.1
-    assert relative(kind.call(pipe), drawn) < 0.1, "biases and embedders went through bf16"
+            assert relative(kind.call(pipe, latents=noise).float(), drawn) < 0.1
+    assert relative(kind.call(pipe, latents=noise), drawn) < 0.1, "biases and embedders went through bf16"
 
 
 def test_moves_to_another_device_and_its_storages_are_freed() -> None:

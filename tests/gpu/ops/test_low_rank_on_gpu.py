@@ -138,6 +138,23 @@ def test_lengths_and_ranks_compile_nothing(name: str, which: str, monkeypatch: p
     assert compiled == []
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [("linear_low_rank", "flux-qkv"), ("linear_gelu", "flux-single-lora"), ("linear_swiglu", "z-image-lora")],
+)
+def test_a_term_takes_no_memory(name: str, which: str) -> None:
+    op = ops.registry()[name]
+    args, _ = next(c for c in op.cases if c.name == which).build(torch.bfloat16, "cuda")
+    assert op.backend(*args) == ("hopper", "")
+    out = op(*args)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    op(*args, out=out)
+    assert torch.cuda.max_memory_allocated() == before
+
+
 def test_in_a_graph() -> None:
     x, down, scale = random(1, 600, 3072), random(64, 3072, std=0.02), torch.ones(64, device="cuda")
     weight, up = random(4096, 3072, std=0.02), random(4096, 64, std=0.1)

@@ -54,7 +54,7 @@ def rank(B: int, S: int, K: int, N: int, R: int, parts: int) -> tuple[Tensor, Te
         (2, 333, 400, 1568, 0, 0),  # everything ends inside a tile
         (3, 128, 3072, 768, 8, 0),
         (2, 333, 400, 2304, 32, 768),
-        (1, 700, 400, 2320, 64, 512),
+        (1, 700, 400, 2336, 64, 512),
         (1, 333, 400, 2304, 136, 256),
     ],
 )
@@ -67,7 +67,7 @@ def test_the_kernel_at_any_size(act: str, B: int, S: int, K: int, N: int, R: int
     parts = 1 if act == "swiglu" or not part else min(3, -(-N // part))
     t, up = rank(B, S, K, N, R, parts) if R else (None, None)
     low = (t, up, part if parts > 1 else 0)
-    assert _scaled_hopper.reason(x, weight) == ""
+    assert _scaled_hopper.reason(x, weight, act == "swiglu") == ""
     assert _scaled_hopper.low_reason(*low, pair=act == "swiglu") == ""
     u = _scaled.product(
         *(x.double(), x_scale.double(), weight.double(), weight_scale.double()),
@@ -91,6 +91,23 @@ def test_the_kernel_at_any_size(act: str, B: int, S: int, K: int, N: int, R: int
         assert error(g, truth).relative_l2 < 1.05 * error(kept, truth).relative_l2 + 1e-3
         g.view(torch.uint8).fill_(0x7F)
     assert bool(wide.isnan().all())
+    assert bool(codes.float().isnan().all())
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("N", [2320, 6160])
+def test_a_gate_whose_rows_of_codes_end_inside_16_bytes_is_the_library_s(N: int) -> None:
+    """The copy engine would write codes beyond the row, into whatever lies there."""
+    x, x_scale, weight, weight_scale = operands(1, 4608, 400, N)
+    g_scale = torch.rand(1, 4608, device="cuda") / 30 + 0.01
+    backend = ops.scaled_linear_swiglu.backend(x, x_scale, weight, weight_scale, g_scale)
+    assert backend == ("separate", f"writes 16 codes at a time, not {N // 2} a row")
+    codes = torch.full((1, 4608, N // 2 + 40), float("nan"), device="cuda").to(E4M3)
+    g = codes[..., 16 : 16 + N // 2]
+    ops.scaled_linear_swiglu(x, x_scale, weight, weight_scale, g_scale, out=g)
+    u = _scaled.product(x.double(), x_scale.double(), weight.double(), weight_scale.double())
+    assert misrounded(g, _scaled_ends.before_rounding(u, g_scale.double(), True), _scaled.GATED) == 0
+    g.view(torch.uint8).fill_(0x7F)
     assert bool(codes.float().isnan().all())
 
 
