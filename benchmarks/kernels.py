@@ -27,7 +27,7 @@ class KernelCount:
         from torch.profiler import ProfilerActivity, profile
 
         gpu.synchronize()
-        self._profile: Any = profile(activities=[ProfilerActivity.CUDA])
+        self._profile: Any = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
         self._profile.start()
 
     def stop(self) -> int:

@@ -216,7 +216,8 @@ def count_conversions(variant: Variant, x: Tensor) -> tuple[Conversions, ...] | 
     variant.whole(x)  # lays the weights of the fused one, once and for all
     s = variant.enter(x)
     timing.synchronise(x.device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+    # acc_events: torch 2.11 warns without it, though there is one cycle only.
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
         for _, stage in variant.stages:
             s = stage(s)
         timing.synchronise(x.device)

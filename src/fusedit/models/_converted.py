@@ -65,7 +65,7 @@ def precisions(
         used = {chosen[path].rewrite for path in made.wanted}
         none = "all of its linear layers stay in the model's dtype"
         made.refused = {rewrite: none for rewrite in (products, stored) if rewrite not in used}
-        if products in made.refused:
+        if not made.wanted:
             made.refused[model.rounding] = none
         elif there is not None and there.originals == "checkpoint":
             made.refused[model.rounding] = "the codes are those of the checkpoint"
@@ -81,7 +81,9 @@ def precisions(
                 made.wanted, made.kept = {}, {}
                 made.refused = dict.fromkeys({*fp8, *(lossy if everywhere else ())}, reason)
     elif there.originals == "checkpoint":
-        made.blocking = _against_checkpoint(plan, name, [r for r in (products, stored) if not plan.enabled(r, "fp8")])
+        made.blocking = _against_checkpoint(
+            plan, name, [r for r in fp8 if r != model.rounding and not plan.enabled(r, "fp8")]
+        )
     elif others and dict(there.wanted) != made.wanted:
         made.blocking = f"another pipeline that shares {name} converted its weights by another plan; restore that first"
     elif others and there.originals != originals:

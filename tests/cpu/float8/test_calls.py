@@ -111,7 +111,9 @@ def test_true_guidance(kind: Kind) -> None:
     stock = kind.call(pipe, **arguments)
     handle = fusedit.accelerate(pipe, "fp8")
     assert near(kind.call(pipe, **arguments), stock, 0.25)  # guidance multiplies what two predictions differ by
-    assert reasons(handle) == set() or all("table" in reason or "no run" in reason for reason in reasons(handle))
+    assert reasons(handle) == set() or all(
+        "table" in reason or "no run" in reason or "cannot draw from a prompt" in reason for reason in reasons(handle)
+    )
 
 
 def test_a_model_without_guidance() -> None:

@@ -1,0 +1,220 @@
+"""What layers read in small pictures: who is asked, that nothing else changes, and what it is good for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.fp8 import converted
+from support.pipes import relative
+from torch import nn
+
+import fusedit
+from fusedit import calibration
+from fusedit.calibration import calibrate
+from fusedit.float8.conversion import linear_layers
+from fusedit.float8.linear import quantise_weight
+from fusedit.models import registry
+from fusedit.models._converted import precisions
+from fusedit.plan import Plan
+
+CALL = {"width": 64, "height": 64, "num_inference_steps": 2, "output_type": "latent"}
+NAMES = {"tiny-flux": "flux", "tiny-z-image": "z_image"}
+
+
+@pytest.fixture(params=list(NAMES))
+def pipe(request: pytest.FixtureRequest) -> Any:
+    made: Any = fusedit.load(request.param, dtype="fp32", device="cpu")
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "STEPS", 2)
+    monkeypatch.setattr(calibration, "SIDE", 64)
+
+
+def model_of(pipe: Any) -> Any:
+    return registry()["flux" if "Flux" in type(pipe.transformer).__name__ else "z_image"]
+
+
+def seen(pipe: Any, plan: Plan | None = None) -> calibration.Calibration:
+    chosen = plan or Plan.of("fp8")
+    wanted = precisions(pipe.transformer, model_of(pipe), chosen).wanted
+    return calibrate(pipe, pipe.transformer, model_of(pipe), wanted, chosen)
+
+
+def draw(pipe: Any, prompt: str = "a fox") -> torch.Tensor:
+    made: torch.Tensor = pipe(prompt, generator=torch.Generator().manual_seed(5), **CALL).images
+    return made
+
+
+def codes_of(pipe: Any) -> dict[str, torch.Tensor]:
+    return {path: layer.weight.data.view(torch.uint8).clone() for path, layer in converted(pipe).items()}
+
+
+def test_every_layer_is_looked_at_and_those_of_one_input_share_it(pipe: Any) -> None:
+    found = seen(pipe)
+    wanted = precisions(pipe.transformer, model_of(pipe), Plan.of("fp8")).wanted
+    assert set(found.samples) == set(wanted)
+    assert found.pictures == len(wanted)
+    assert not found.reason
+    layers = dict(linear_layers(pipe.transformer))
+    for path, rows in found.samples.items():
+        assert rows.shape[1] == layers[path].in_features
+        assert rows.device.type == "cpu"
+        assert 0 < len(rows) <= len(calibration.PICTURES) * calibration.STEPS * calibration.ROWS
+    for path in found.samples:
+        if path.endswith("to_q"):
+            assert found.samples[path] is found.samples[path.replace("to_q", "to_v")]
+
+
+def test_rows_are_what_the_layer_reads() -> None:
+    pipe: Any = fusedit.load("tiny-flux", dtype="fp32", device="cpu")
+    read: list[torch.Tensor] = []
+    layer = pipe.transformer.single_transformer_blocks[3].proj_out
+    hook = layer.register_forward_pre_hook(lambda _, args: read.append(args[0].detach().clone()))
+    rows = seen(pipe).samples["single_transformer_blocks.3.proj_out"]
+    hook.remove()
+    every = torch.cat([x.flatten(0, -2) for x in read])
+    assert len(read) == len(calibration.PICTURES) * calibration.STEPS
+    assert all(bool((every == row).all(1).any()) for row in rows[::37])
+
+
+def test_nothing_else_changes(pipe: Any) -> None:
+    before = draw(pipe)
+    scheduler, state = dict(vars(pipe.scheduler)), torch.get_rng_state()
+    hooks = [dict(m._forward_pre_hooks) for m in pipe.transformer.modules()]
+    weights = {name: p.clone() for name, p in pipe.transformer.named_parameters()}
+    first, second = seen(pipe), seen(pipe)
+    assert torch.equal(torch.get_rng_state(), state)
+    now = vars(pipe.scheduler)
+    assert now.keys() == scheduler.keys()
+    assert all(now[key] is value for key, value in scheduler.items())
+    assert [dict(m._forward_pre_hooks) for m in pipe.transformer.modules()] == hooks
+    assert all(torch.equal(p, weights[name]) for name, p in pipe.transformer.named_parameters())
+    assert all(torch.equal(rows, second.samples[path]) for path, rows in first.samples.items())
+    assert "progress_bar" not in vars(pipe)
+    assert torch.equal(draw(pipe), before)
+
+
+def test_outputs_come_nearer_to_stock(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "STEPS", 4)
+    monkeypatch.setattr(calibration, "SIDE", 128)
+    calls: list[Any] = []
+    hook = pipe.transformer.register_forward_pre_hook(lambda _, *given: calls.append(given), with_kwargs=True)
+    size = {"width": 128, "height": 128, "num_inference_steps": 4, "output_type": "latent"}
+    pipe("a guitar, flat style", generator=torch.Generator().manual_seed(5), **size)
+    hook.remove()
+    errors = []
+    stock = outputs(pipe, calls)
+    for on in (False, True):
+        plan = Plan(base="fp8", rewrites={model_of(pipe).rounding: on})
+        handle = fusedit.accelerate(pipe, plan)
+        errors.append(relative(outputs(pipe, calls), stock))
+        site = {s.site: s.fused for s in handle.report().rewritten}
+        assert site.get(model_of(pipe).rounding, 0) == int(on)
+        assert any("rounded for what these read" in note for note in handle.report().notes) == on
+        handle.restore()
+    assert errors[1] < 0.9 * errors[0], errors
+
+
+def outputs(pipe: Any, calls: list[Any]) -> torch.Tensor:
+    """The transformer's, of all these calls."""
+    with torch.no_grad():
+        made = [pipe.transformer(*args, **{**kwargs, "return_dict": False})[0] for args, kwargs in calls]
+    return torch.cat([t.flatten() for one in made for t in (one if isinstance(one, list | tuple) else [one])])
+
+
+def test_a_pause_keeps_the_codes_and_draws_nothing(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = fusedit.accelerate(pipe, "fp8")
+    before, notes = codes_of(pipe), handle.report().notes
+    monkeypatch.setattr(calibration, "_drawn", lambda *_: pytest.fail("it drew again"))
+    with handle.paused():
+        assert not converted(pipe)
+    assert all(torch.equal(codes, before[path]) for path, codes in codes_of(pipe).items())
+    assert handle.report().notes == notes
+
+
+def test_weights_that_were_changed_in_a_pause_get_the_nearest_codes(pipe: Any) -> None:
+    handle = fusedit.accelerate(pipe, "fp8")
+    before = codes_of(pipe)
+    path = next(path for path in before if path.endswith("to_q"))
+    with handle.paused():
+        weight = pipe.transformer.get_submodule(path).weight
+        with torch.no_grad():
+            weight.mul_(1.1)
+        nearest = quantise_weight(weight.data)[0].view(torch.uint8)
+    after = codes_of(pipe)
+    assert torch.equal(after.pop(path), nearest)
+    assert all(torch.equal(codes, before[other]) for other, codes in after.items())
+
+
+def test_pipelines_that_cannot_draw_are_said_to_have_nearest_codes(pipe: Any) -> None:
+    kept = pipe.tokenizer
+    pipe.register_modules(tokenizer=None)
+    handle = fusedit.accelerate(pipe, "fp8")
+    pipe.register_modules(tokenizer=kept)
+    reason = "without tokenizer the pipeline cannot draw from a prompt"
+    (site,) = (s for s in handle.report().rewritten if s.site == model_of(pipe).rounding)
+    assert (site.fused, site.reasons) == (0, {reason: 1})
+    assert f"transformer: codes of products are the nearest ones: {reason}" in handle.report().notes
+    for path, layer in converted(pipe).items():
+        if layer.activations:
+            original = layer.original
+            assert original is not None
+            assert torch.equal(layer.weight.data.view(torch.uint8), quantise_weight(original)[0].view(torch.uint8)), (
+                path
+            )
+
+
+def test_a_pipeline_that_fails_says_why(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("no such thing\nand more")
+
+    monkeypatch.setattr(type(pipe), "encode_prompt", fail)
+    found = seen(pipe)
+    assert found.reason == "drawing pictures for them failed (ValueError: no such thing)"
+    assert found.pictures == 0
+    assert not any(m._forward_pre_hooks for m in pipe.transformer.modules())
+
+
+def test_a_large_model_on_a_cpu_is_not_drawn_with(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "LARGEST_ON_A_CPU", 1000)
+    assert "weights on a CPU takes too long; move the pipeline to a GPU before that" in seen(pipe).reason
+
+
+def test_other_pipelines_are_named() -> None:
+    from diffusers import FluxImg2ImgPipeline
+
+    pipe: Any = fusedit.load("tiny-flux", dtype="fp32", device="cpu")
+    other: Any = FluxImg2ImgPipeline(**pipe.components)
+    assert seen(other).reason == "FluxImg2ImgPipeline needs more than a prompt to draw"
+    told = seen(other).samples
+    assert told
+    assert all("norm" in path for path in told), "what modulation reads is known without a picture"
+
+
+def test_the_plan_may_switch_it_off(pipe: Any) -> None:
+    found = seen(pipe, Plan(base="fp8", rewrites={model_of(pipe).rounding: False}))
+    assert (found.pictures, found.reason) == (0, "")
+    assert found.words() == ""
+
+
+def test_loras_are_left_out(pipe: Any) -> None:
+    from peft import LoraConfig
+
+    before = seen(pipe).samples
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    after = seen(pipe).samples
+    assert after.keys() == before.keys()
+    assert all(torch.equal(rows, before[path]) for path, rows in after.items())
+
+
+def test_nan_weights_are_not_our_error(pipe: Any) -> None:
+    layer = next(m for m in pipe.transformer.modules() if isinstance(m, nn.Linear))
+    layer.weight.data[0] = torch.nan
+    assert seen(pipe).samples
+    fusedit.accelerate(pipe, "fp8").restore()
