@@ -15,15 +15,16 @@ TEXT: Final = f"""\
 One adapter on every linear layer of every block, modulation included, loaded into the accelerated pipeline in the place
 of the one before. **of the step**: ms over those of the same plan without a LoRA, in turn with it; {RANK} may take
 {MOST - 1:.0%} more. **load**, **swap**: seconds from tensors in memory of the CPU to the end of `load_lora()`, without
-another LoRA and in the place of one. **copies**: what is kept of it besides the adapter itself. **compiled**: kernels
-that went through the compiler from a load to the end of its steps. **error**: relative L2 of one step against stock in
-fp32 with the same LoRA, and after the slash that of stock in bf16; one rank is checked.
+another LoRA and in the place of one. **settle**: what the first five steps after that took beyond later ones.
+**copies**: what is kept of it besides the adapter itself. **compiled**: kernels that went through the compiler from a
+load to the end of its steps. **error**: relative L2 of one step against stock in fp32 with the same LoRA, and after the
+slash that of stock in bf16; one rank is checked.
 """
 
 
 def lora(newest: Newest, entries: list[Entry]) -> str:
-    heads = ["model", "size", "plan", "LoRA", "ms", "of the step", "verdict", "load s", "swap s", "copies MiB"]
-    heads += ["compiled", "error", "check", "run"]
+    heads = ["model", "size", "plan", "LoRA", "ms", "of the step", "verdict", "load s", "swap s"]
+    heads += ["settle s", "copies MiB", "compiled", "error", "check", "run"]
     return section("LoRA", TEXT, heads, [_row(newest, entry, _without(entry, entries)) for entry in entries])
 
 
@@ -46,7 +47,7 @@ def _row(newest: Newest, entry: Entry, without: Row | None) -> list[str]:
     row, more = entry.row, entry.row.more
     cells = [row.model, row.size, row.plan, row.variant or "none"]
     if row.error is not None:
-        return [*cells, row.error, *[NONE] * 8, run_of(newest, entry)]
+        return [*cells, row.error, *[NONE] * 9, run_of(newest, entry)]
     part = share(row, without)
     verdict = NONE if row.variant != RANK or part is None else "green" if part <= MOST else "**red**"
     copies = more.get("copies_bytes")
@@ -57,6 +58,7 @@ def _row(newest: Newest, entry: Entry, without: Row | None) -> list[str]:
         verdict,
         number(more.get("load_s"), 2),
         number(more.get("swap_s"), 2),
+        number(more.get("settle_s"), 2),
         NONE if copies is None else f"{copies / 2**20:.0f}",
         number(more.get("kernels_compiled"), 0),
         errors(row.rel_error, row.stock_rel_error),

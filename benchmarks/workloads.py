@@ -9,7 +9,7 @@ from typing import Any
 import diffusers
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, prompts
 from benchmarks.floor import Part, flux_parts, z_image_parts
 from fusedit.vae_layout import FLUX_1_DEV
 
@@ -20,7 +20,7 @@ _stock: Any = diffusers
 
 @dataclass(frozen=True)
 class Workload:
-    """A pipeline without text encoders, and what one needs to call it.
+    """A pipeline without text encoders (see `benchmarks.prompts`), and what one needs to call it.
 
     Attributes:
         name: as on the command line.
@@ -70,7 +70,7 @@ def _random(*shape: int) -> torch.Tensor:
 def flux_1_dev(**config: Any) -> Workload:
     """FLUX.1-dev; `config` changes the transformer, for example its depth."""
     transformer = on_gpu(lambda: _stock.FluxTransformer2DModel(guidance_embeds=True, **config))
-    pipe = _stock.FluxPipeline(
+    pipe = prompts.FluxPipeline(
         scheduler=_stock.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=_vae(),
         text_encoder=None,
@@ -107,7 +107,7 @@ def z_image_turbo(**config: Any) -> Workload:
     transformer = on_gpu(lambda: _stock.ZImageTransformer2DModel(**config))
     for token in (transformer.x_pad_token, transformer.cap_pad_token):
         token.data.normal_()
-    pipe = _stock.ZImagePipeline(
+    pipe = prompts.ZImagePipeline(
         scheduler=_stock.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=_vae(),
         text_encoder=None,

@@ -100,10 +100,11 @@ def calibrate(
 
 def _refusal(pipe: Any, module: nn.Module, model: type[FusedModel]) -> str:
     """Why no picture can be drawn for this, or an empty string."""
-    if type(pipe).__name__ != model.pipelines[0]:
+    if model.pipelines[0] not in (cls.__name__ for cls in type(pipe).__mro__):
         return f"{type(pipe).__name__} needs more than a prompt to draw"
+    encodes = getattr(pipe.encode_prompt, "__module__", "").startswith("diffusers.")
     missing = [name for name, part in pipe.components.items() if part is None and name.startswith(("text_", "token"))]
-    if missing:
+    if encodes and missing:
         return f"without {missing[0]} the pipeline cannot draw from a prompt"
     if device_of(pipe).type == "cpu":
         size = sum(p.numel() for p in module.parameters())

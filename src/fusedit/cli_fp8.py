@@ -30,9 +30,10 @@ def run_quantize(*, model: str, out: Path, plan: str, dtype: str | None, quiet: 
 
 def quantised_line(made: Quantised) -> str:
     before, after = made.bytes_before / 2**20, made.bytes_after / 2**20
+    rounding = f"\n{made.rounding}" if made.rounding else ""
     return (
         f"{made.path}  {made.layers} linear layers in e4m3, {made.kept} as they were; transformer {before:.0f} -> "
-        f"{after:.0f} MiB; quantised in {made.convert_s:.1f} s, {made.total_s:.1f} s in all"
+        f"{after:.0f} MiB; quantised in {made.convert_s:.1f} s, {made.total_s:.1f} s in all{rounding}"
     )
 
 

@@ -33,7 +33,8 @@ def test_every_linear_layer_of_every_block(workload: Workload) -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lora, "STEPS", 3)
+    monkeypatch.setattr(lora, "STEPS", 4)
+    monkeypatch.setattr(lora, "FIRST", 2)
     path = tmp_path / "rows.json"
     command = ["lora", "--ranks", "8,4", "--size", "64x48", "--seconds", "0.01", "--json", str(path)]
     result = CliRunner().invoke(app, command)
@@ -44,6 +45,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["ms"] > 0 and row["kernels_compiled"] == 0 and row.get("error") is None for row in rows)
     with_one = [row for row in rows if row.get("variant")]
     assert all(row["swap_s"] > 0 and row["layers"] > 10 and row["lora_bytes"] > 0 for row in with_one)
+    assert all("settle_s" in row and row["joules"] is None for row in with_one)
     assert all(row["not_inside"] == {} and row["copies_bytes"] > 0 for row in with_one)
     checked = [row for row in rows if row["rel_error"] is not None]
     assert [row["variant"] for row in checked] == ["rank 8"] * 4
@@ -90,10 +92,10 @@ def row(variant: str, ms: float | None, **values: Any) -> Row:
 
 @pytest.mark.parametrize(("ms", "verdict"), [(105.0, "green"), (105.1, "**red**")])
 def test_the_page_holds_each_against_the_step_without(ms: float, verdict: str) -> None:
-    more = {"load_s": 0.512, "swap_s": 0.734, "copies_bytes": 3 << 20, "kernels_compiled": 0}
+    more = {"load_s": 0.512, "swap_s": 0.734, "settle_s": 0.25, "copies_bytes": 3 << 20, "kernels_compiled": 0}
     one = row("rank 32", ms, rel_error=0.01, stock_rel_error=0.02, correct=True, more=more)
     lines = page(row("", 100.0), one, row("rank 128", 120.0))
-    assert f"| {ms / 100:.3f} | {verdict} | 0.51 | 0.73 | 3 | 0 | 0.0100 / 0.0200 | green | 1 |" in lines[1]
+    assert f"| {ms / 100:.3f} | {verdict} | 0.51 | 0.73 | 0.25 | 3 | 0 | 0.0100 / 0.0200 | green | 1 |" in lines[1]
     assert "| none | 100.0 | – | – |" in lines[0]
     assert "| rank 128 | 120.0 | 1.200 | – |" in lines[2]
 
