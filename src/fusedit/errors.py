@@ -53,7 +53,8 @@ class OutputError(UsageError):
 
 
 class LoraError(UsageError):
-    """A LoRA file is missing, damaged, refused or for another model, or nothing of it fits. Nothing was changed."""
+    """A LoRA file is missing, damaged, refused or for another model, nothing of it fits, or a layer over e4m3 weights
+    does something else than its matrices say. Nothing was changed."""
 
 
 class MissingExtraError(UsageError):

@@ -13,6 +13,7 @@ from fusedit.calibration import Calibration, calibrate
 from fusedit.errors import UsageError
 from fusedit.float8 import conversion
 from fusedit.lora import fused as fused_loras
+from fusedit.lora.watching import Watcher
 from fusedit.models import FusedModel
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
@@ -80,6 +81,7 @@ class Session:
         self.rewrites = [] if refused else on
         self._form = None if refused else model.form_of(module)
         self._takes_loras = model.denoiser and not refused
+        self._watcher = Watcher(module, self.model.terms) if self.wanted and self._takes_loras else None
         self.paused = 0
         self.called = False
         self._forward: FusedForward | None = None
@@ -214,10 +216,14 @@ class Session:
         reason = self._why_stock(args, kwargs)
         if reason is not None:
             self.counters.all_fell_back(self._names(), reason)
-            return self.model.run_stock(stock, args, kwargs)
-        self.model.cache.begin(run)
-        with torch.no_grad():
-            return self.model.forward(*args, **kwargs)
+            made = self.model.run_stock(stock, args, kwargs)
+        else:
+            self.model.cache.begin(run)
+            with torch.no_grad():
+                made = self.model.forward(*args, **kwargs)
+        if self._watcher is not None and (reason is None or not torch.is_grad_enabled()):  # else it may be training
+            self._watcher.look(run, _tensors([*args, *kwargs.values()])[0])
+        return made
 
     def copied_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """What a copy of the module gets for its attributes."""

@@ -4,6 +4,7 @@ classes, so that every call of diffusers and peft sees them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -157,6 +158,29 @@ class Injection:
         for _, layer in tuner_layers(self.module):
             self._undo.append(lambda a=layer, was=layer._active_adapter: setattr(a, "_active_adapter", was))  # type: ignore[misc]
             layer.set_adapter(names, inference_mode=True)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which adapters of one layer of peft are active, and how strongly; what `set_loras` changes."""
+
+    layer: Any
+    active: Any
+    disabled: bool
+    scaling: dict[str, float]
+    gradients: tuple[tuple[nn.Parameter, bool], ...]
+
+    @classmethod
+    def of(cls, layer: Any) -> Settings:
+        own = (p for name in layer.adapter_layer_names for p in getattr(layer, name).parameters())
+        gradients = tuple((p, p.requires_grad) for p in own)
+        return cls(layer, layer._active_adapter, layer._disable_adapters, dict(layer.scaling), gradients)
+
+    def put_back(self) -> None:
+        self.layer._active_adapter, self.layer._disable_adapters = self.active, self.disabled
+        self.layer.scaling.update(self.scaling)
+        for p, wanted in self.gradients:
+            p.requires_grad_(wanted)
 
 
 def eject(module: nn.Module, name: str) -> None:

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from fusedit.errors import DeviceMemoryError, LoraError, UnsupportedPipelineError
-from fusedit.lora.adapters import Injection, eject, tuner_layers
+from fusedit.lora.adapters import Injection, Settings, eject, tuner_layers
 from fusedit.lora.fitting import TRANSFORMER, overwrite_of, parts_of, report_of
 from fusedit.lora.fused import restorable, unfuse
 from fusedit.lora.layers import LoraFile
 from fusedit.lora.overwrite import Overwrite, check_resettable, reset
 from fusedit.lora.parsing import parse, read
 from fusedit.lora.record import LoraReport, components, remember
+from fusedit.lora.verifier import verify_loaded
 from fusedit.runtime.install import find
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def load_lora(
         What matched and what did not.
 
     Raises:
-        LoraError: no such file, no LoRA, one for another model, nothing of it fits, or the name is taken.
+        LoraError: no such file, no LoRA, one for another model, nothing of it fits, the name is taken, or over e4m3
+            weights it does something else than its matrices say.
         UnsupportedPipelineError: the pipeline takes no LoRA.
         DeviceMemoryError: the device is too small for it.
     """
@@ -86,6 +88,7 @@ def load_file(
                 step.stage()
             put.append(step)
             step.put()
+        verify_loaded(transformer)
     except BaseException as error:
         for step in reversed(put):
             step.take_back()
@@ -106,10 +109,11 @@ def set_loras(pipe: DiffusionPipeline, scales: Mapping[str, float]) -> None:
     """Make exactly these LoRAs active, each with its scale; `{}` switches all off. Nothing is loaded or unloaded.
 
     Raises:
-        LoraError: a name that is not loaded, or a LoRA that is fused.
+        LoraError: a name that is not loaded, a LoRA that is fused, or one that does something else than its matrices
+            say over e4m3 weights; nothing was changed.
         UnsupportedPipelineError: the pipeline takes no LoRA.
     """
-    _transformer_of(pipe)
+    transformer = _transformer_of(pipe)
     for name, scale in scales.items():
         _check_loaded(pipe, name)
         checked_scale(scale)
@@ -120,12 +124,19 @@ def set_loras(pipe: DiffusionPipeline, scales: Mapping[str, float]) -> None:
             f"LoRA {', '.join(map(repr, fused))} is fused into the weights, so scales are frozen; "
             "call pipe.unfuse_lora() first"
         )
-    for layer in layers:
-        layer.set_adapter(list(scales), inference_mode=True)
-        if layer.disable_adapters:
-            layer._disable_adapters = False  # not enable_adapters(), which asks for gradients
-        for name, scale in scales.items():
-            layer.set_scale(name, scale)
+    before = [Settings.of(layer) for layer in layers]
+    try:
+        for layer in layers:
+            layer.set_adapter(list(scales), inference_mode=True)
+            if layer.disable_adapters:
+                layer._disable_adapters = False  # not enable_adapters(), which asks for gradients
+            for name, scale in scales.items():
+                layer.set_scale(name, scale)
+        verify_loaded(transformer)
+    except BaseException:
+        for settings in before:
+            settings.put_back()
+        raise
 
 
 def unload_lora(pipe: DiffusionPipeline, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from fusedit.lora import verifier
 from fusedit.lora.adapters import active_in, adapters_in, tuner_layers
 from fusedit.lora.fused import kept_bytes
 
@@ -76,6 +77,7 @@ def notes(pipe: Any) -> list[str]:
         if asides:
             keys = ", ".join(map(repr, dict.fromkeys(key for keys in asides for key in keys)))
             told.append(f"{part}: fused LoRA {keys} is a side branch of {len(asides)} float8 layers, not merged")
+        told += [f"{part}: {words}" for words in verifier.notes(module)]
         kept = kept_bytes(module)
         if kept:
             told.append(f"{part}: {kept / 2**20:.1f} MiB of weights from before fuse_lora are kept on the CPU")

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 from fusedit import ops
+from fusedit.float8.linear import Float8Linear
+from fusedit.float8.products import quantise
 
 Tensor = torch.Tensor
 WIDE = 512
 
 
-def lora_ready(x: Tensor, *, bias: bool, gelu: bool = False, swiglu: bool = False, codes: bool = False) -> None:
+def widths_of(module: nn.Module) -> set[int]:
+    """Of activations that e4m3 layers of this module quantise where they are called as they are."""
+    layers = (child for child in module.modules() if isinstance(child, Float8Linear))
+    return {layer.weight.shape[1] for layer in layers if layer.activations}
+
+
+def lora_ready(
+    x: Tensor,
+    *,
+    bias: bool,
+    gelu: bool = False,
+    swiglu: bool = False,
+    codes: bool = False,
+    widths: Iterable[int] = (),
+) -> None:
     """Every variant for any rank, on the device of x.
 
     Args:
@@ -20,7 +37,11 @@ def lora_ready(x: Tensor, *, bias: bool, gelu: bool = False, swiglu: bool = Fals
         bias: whether linear layers have one.
         gelu, swiglu: what is fused into products.
         codes: whether there are products of e4m3 too.
+        widths: of activations to quantise, whose kernel is compiled for each: DoRA layers and the check of what was
+            loaded call layers as they are.
     """
+    for width in widths:
+        quantise(x.new_zeros(1, 8, width))
     few, weight = x.new_zeros(1, 8, WIDE), x.new_zeros(WIDE, WIDE)
     vector, scale = x.new_zeros(WIDE) if bias else None, torch.zeros(WIDE, device=x.device)
     low = _term(few)

@@ -25,7 +25,7 @@ from fusedit.models._flux_chain import run_blocks
 from fusedit.models._flux_double import Double
 from fusedit.models._flux_parts import Pair, Residuals, Vectors, typical_conditions, width_of
 from fusedit.models._flux_single import Single
-from fusedit.models._lora_ready import lora_ready
+from fusedit.models._lora_ready import lora_ready, widths_of
 from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
 from fusedit.models._precision import Precision
@@ -178,7 +178,7 @@ class Flux(FusedModel):
         for block in (*m.transformer_blocks[:1], *m.single_transformer_blocks[:1]):
             wide = x.new_zeros(1, 1, 4 * width_of(block))
             ops.gelu_tanh(wide, out=wide)  # with a LoRA on the feed-forward layer
-        lora_ready(x, bias=True, gelu=True, codes=self.plan.base == "fp8")
+        lora_ready(x, bias=True, gelu=True, codes=self.plan.base == "fp8", widths=widths_of(m))
 
     def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         module: Any = self.module

@@ -20,7 +20,7 @@ from torch import nn
 from fusedit import ops
 from fusedit.models._attention import attention_reason
 from fusedit.models._bounds import Bounds, rows_of, swiglu_bounds
-from fusedit.models._lora_ready import lora_ready
+from fusedit.models._lora_ready import lora_ready, widths_of
 from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
 from fusedit.models._precision import Precision
@@ -157,7 +157,7 @@ class ZImage(FusedModel):
         wide = x.new_zeros(1, 1, len(m.layers[0].feed_forward.w1.weight) if m.layers else m.dim)
         ops.swiglu(wide, wide, out=wide)  # with a LoRA on the feed-forward layer, and where tiles do not fill the chip
         ops.linear_swiglu(x.new_zeros(1, 1, 64), x.new_zeros(256, 64))  # where they do: the op compiles both its ways
-        lora_ready(x, bias=False, swiglu=True, codes=self.plan.base == "fp8")
+        lora_ready(x, bias=False, swiglu=True, codes=self.plan.base == "fp8", widths=widths_of(m))
 
     def needs_stock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         m: Any = self.module

@@ -40,10 +40,10 @@ def split(layer: Any) -> Split | None:
     if kind.__module__ != "peft.tuners.lora.layer":
         return Split(layer, ())
     space = layer.__dict__
-    if kind.__name__ != "Linear" or _hooked(space):
+    if kind.__name__ != "Linear" or hooked(space):
         return None
     base = space["_modules"].get("base_layer")
-    if base is None or from_peft(base) or _hooked(base.__dict__):
+    if base is None or from_peft(base) or hooked(base.__dict__):
         return None
     if layer.disable_adapters:
         return None if layer.merged else Split(base, ())
@@ -71,13 +71,14 @@ def split_for_packing(layer: Any) -> Split | None:
     return Split(found.base, (*(Branch(*pair) for pairs in fused.values() for pair in pairs), *found.branches))
 
 
-def _hooked(space: dict[str, Any]) -> bool:
+def hooked(space: dict[str, Any]) -> bool:
+    """Whether something runs around the forward of the module that these are the attributes of."""
     return bool(space["_forward_hooks"] or space["_forward_pre_hooks"] or "forward" in space or "_hf_hook" in space)
 
 
 def _branch(down: Any, up: Any, dropout: Any, scale: float) -> Branch | None:
     """What an adapter adds; by way of the modules' own dictionaries, since this runs thousands of times a step."""
-    if any(_hooked(part.__dict__) for part in (down, up, dropout)):
+    if any(hooked(part.__dict__) for part in (down, up, dropout)):
         return None
     if type(dropout) is not nn.Identity and dropout.training and getattr(dropout, "p", 1.0) > 0:
         return None

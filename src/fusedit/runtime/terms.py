@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fusedit.report import CacheReport
-from fusedit.runtime.branches import Split, split_for_packing
+from fusedit.runtime.branches import Branch, Split, split_for_packing
 from fusedit.runtime.hoist import RunCache
 from fusedit.runtime.linear import scale_of
 
@@ -45,6 +45,24 @@ class Term(NamedTuple):
     up: Tensor
     scale: Tensor
     part: int
+
+
+class Piece(NamedTuple):
+    """One layer's share of a term, for comparing it with what it was made of.
+
+    Attributes:
+        base: the layer that is wrapped.
+        pairs: what it was made of, with the scales of that moment.
+        down, up, scale: rows of the term's down and scale, and columns of up, that this layer's outputs read.
+        codes: the scale [N] that the product multiplies what they add by, or None.
+    """
+
+    base: nn.Module
+    pairs: tuple[Branch, ...]
+    down: Tensor
+    up: Tensor
+    scale: Tensor
+    codes: Tensor | None
 
 
 class _Layout(NamedTuple):
@@ -74,7 +92,7 @@ class _Kept:
     layout: _Layout
     term: Term
     stamp: Hashable
-    scales: Hashable
+    scales: tuple[float, ...]
     sources: list[Tensor]
     copies: bool
 
@@ -90,6 +108,8 @@ class Terms:
         self.cache = cache
         self.generation = 0
         """Another number whenever terms lie elsewhere: what a CUDA graph depends on."""
+        self.changes = 0
+        """Another number whenever a term was made of other matrices, or is gone."""
         self.hits = self.misses = 0
         self.reasons: Counter[str] = Counter()
         self._offloaded = False
@@ -155,6 +175,22 @@ class Terms:
         """Why these layers' matrices cannot be a term, whatever the dtype of the activations, or nothing."""
         return "weights move between calls (offload)" if self._offloaded else _refusal(parts)
 
+    def pieces(self) -> Iterator[Piece]:
+        """All terms as the last forward used them, layer by layer."""
+        for kept in self._kept.values():
+            layers = [ref() for ref in kept.layers]
+            parts = [None if layer is None else split_for_packing(layer) for layer in layers]
+            if any(part is None for part in parts) or _stamp(parts) != kept.stamp:
+                continue  # changed since: the next forward makes it anew
+            down, up, scale, _ = kept.term
+            layout, scales = kept.layout, iter(kept.scales)
+            found = [part for part in parts if part is not None]
+            for part, row, output in zip(found, layout.rows, layout.outputs, strict=True):
+                pairs = tuple(branch._replace(scale=next(scales)) for branch in part.branches)
+                own = slice(row, row + layout.R) if layout.P > 1 else slice(None)
+                codes = scale_of(part.base) if layout.form != "beside" else None
+                yield Piece(part.base, pairs, down[own], up[output : output + len(_weight(part))], scale[own], codes)
+
     def clear(self) -> None:
         for key in list(self._kept):
             self._drop(key)
@@ -170,6 +206,7 @@ class Terms:
     def _drop(self, key: Hashable) -> None:
         if self._kept.pop(key, None) is not None:
             self.generation += 1
+            self.changes += 1
 
     def _make(
         self, key: Hashable, layers: Sequence[Any], parts: Sequence[Split | None], form: Form, dtype: torch.dtype
@@ -181,9 +218,11 @@ class Terms:
             term, copies = _filled(layout, parts, dtype, former)
         if former is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(former.term[:3], term[:3], strict=True)):
             self.generation += 1
+        stamp = _stamp(parts)
+        self.changes += former is None or former.stamp != stamp
         refs = tuple(weakref.ref(layer, _forgetter(self, key)) for layer in layers)
         sources = [t.detach() for part in parts if part is not None for b in part.branches for t in (b.down, b.up)]
-        self._kept[key] = _Kept(refs, form, layout, term, _stamp(parts), _scales(parts), sources, copies)
+        self._kept[key] = _Kept(refs, form, layout, term, stamp, _scales(parts), sources, copies)
         return term
 
 
@@ -317,5 +356,5 @@ def _seen(t: Tensor | None) -> Hashable:
     return None if t is None else (t.data_ptr(), -1 if t.is_inference() else t._version, t.shape, t.stride(), t.dtype)
 
 
-def _scales(parts: Sequence[Split | None]) -> Hashable:
+def _scales(parts: Sequence[Split | None]) -> tuple[float, ...]:
     return tuple(branch.scale for part in parts if part is not None for branch in part.branches)

@@ -6,9 +6,13 @@ import importlib
 
 import pytest
 import torch
+from support.fp8 import converted
+from support.pipes import flux_pipe
 
+import fusedit
 from fusedit import ops
-from fusedit.models import registry
+from fusedit.models import _lora_ready, registry
+from fusedit.models._lora_ready import lora_ready, widths_of
 from fusedit.ops._op import Backend
 from fusedit.plan import Plan
 from fusedit.runtime.counters import Counters
@@ -48,3 +52,15 @@ def test_nothing_is_launched_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = kind(kind.tiny(), Plan(), Counters())
     monkeypatch.setattr(type(model), "rare", lambda *_: pytest.fail("a CPU has nothing to compile"))
     model.make_ready(torch.zeros(1))
+
+
+def test_activations_of_every_width_are_quantised_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are called as they are, for DoRA or to verify a LoRA, compile nothing when one is loaded."""
+    pipe = flux_pipe()
+    fusedit.accelerate(pipe, "fp8")
+    read = {layer.weight.shape[1] for layer in converted(pipe).values() if layer.activations}
+    ran: list[int] = []
+    monkeypatch.setattr(_lora_ready, "quantise", lambda x: ran.append(x.shape[-1]))
+    lora_ready(torch.zeros(1, 1, 8), bias=True, widths=widths_of(pipe.transformer))
+    assert set(ran) == read
+    assert len(ran) == len(read) > 1
