@@ -8,7 +8,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read at its import: 
 
 import typer
 
-from benchmarks import cold_start, convolutions, image, launches, layouts, lora, ops, page, step, vae
+from benchmarks import cold_start, convolutions, image, launches, layouts, lora, ops, page, pictures, step, vae
 from benchmarks.arguments import reporting
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ for name, command in (
     ("image", image.main),
     ("vae", vae.main),
     ("lora", lora.main),
+    ("pictures", pictures.main),
     ("ops", ops.main),
     ("convolutions", convolutions.main),
     ("layouts", layouts.main),

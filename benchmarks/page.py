@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from benchmarks import fp8_section, lora_section, sections, vae_sections
+from benchmarks import fp8_section, lora_section, pictures_section, sections, vae_sections
 from benchmarks.chart import chart
 from benchmarks.environment import ROOT
 from benchmarks.newest import Entry, Newest
@@ -22,8 +22,8 @@ INTRODUCTION: Final = """\
 # Performance
 
 Made by `python -m benchmarks page` from [benchmarks/results](../benchmarks/results); edit neither by hand. **All
-weights are random**: that is right for speed, memory and numerical error, and there are no pictures to look at. How to
-measure again is [below](#measure-again).
+weights but those of the embedded models are random**: that is right for speed, memory and numerical error, and there
+are no pictures to look at. How to measure again is [below](#measure-again).
 
 Rows that stand side by side are from one process in which the plans took turns. A ratio stands only where the check
 of that row is green and stock was measured in the same run. Of several measurements the newest is shown.
@@ -32,6 +32,7 @@ SECTIONS: Final[dict[str, Callable[[Newest, list[Entry]], str]]] = {
     "step": sections.step,
     "launches": sections.launches,
     "lora": lora_section.lora,
+    "pictures": pictures_section.pictures,
     "image": sections.image,
     "cold-start": sections.cold_start,
     "new-size": sections.new_size,
@@ -55,6 +56,7 @@ They need one CUDA GPU. A plan that does not fit into its memory gets a row that
 """
 MORE: Final = {
     "lora": "    python -m benchmarks lora --json FILE          # steps with LoRAs, and swapping them\n",
+    "pictures": "    python -m benchmarks pictures --json FILE      # of the embedded models, against stock's\n",
     "vae": "    python -m benchmarks vae --json FILE           # decode and encode of the VAE alone\n",
     "layouts": "    python -m benchmarks layouts --json FILE       # what memory layouts cost and bring\n",
     "convolutions": "    python -m benchmarks convolutions --json FILE  # each of its convolutions\n",

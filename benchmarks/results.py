@@ -24,8 +24,8 @@ class Row:
     """What one plan did in one benchmark.
 
     Attributes:
-        benchmark: `step`, `launches`, `lora`, `cold-start`, `new-size`, `image`, `vae-decode`, `vae-encode`, `ops`,
-            `convolutions` or `layouts`.
+        benchmark: `step`, `launches`, `lora`, `pictures`, `cold-start`, `new-size`, `image`, `vae-decode`,
+            `vae-encode`, `ops`, `convolutions` or `layouts`.
         model: a workload's name; in `ops` the op's, in `convolutions` the layer, in `layouts` what is measured.
         size: `WIDTHxHEIGHT`; in `ops` the case, in `convolutions` the layer's own picture, in `layouts` the shape.
         plan: `stock`, `compile`, `exact`, `fp8`, `floor`, ...; in `convolutions` what computes it, in `layouts` the
