@@ -22,7 +22,7 @@ INTRODUCTION: Final = """\
 # Performance
 
 Made by `python -m benchmarks page` from [benchmarks/results](../benchmarks/results); edit neither by hand. **All
-weights but those of the embedded models are random**: that is right for speed, memory and numerical error, and there
+weights are random** but those of the embedded models: that is right for speed, memory and numerical error, and there
 are no pictures to look at. How to measure again is [below](#measure-again).
 
 Rows that stand side by side are from one process in which the plans took turns. A ratio stands only where the check
