@@ -134,7 +134,8 @@ def generate_files(job: Job, *, quiet: bool) -> dict[str, Any]:
         )
         for seed in job.seeds
     ]
-    handle = accelerate(pipe, job.plan)
+    with Progress() if quiet else progress_on() as progress:
+        handle = accelerate(pipe, job.plan, progress=progress)
     shared = {
         "model": model_name(pipe),
         "pipeline": type(pipe).__name__,

@@ -16,6 +16,7 @@ from fusedit.lora import fused as fused_loras
 from fusedit.lora.watching import Watcher
 from fusedit.models import FusedModel
 from fusedit.plan import Plan
+from fusedit.progress import Progress
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.hoist import Run
 from fusedit.runtime.homes import unpack
@@ -86,13 +87,20 @@ class Session:
         self.called = False
         self._forward: FusedForward | None = None
 
-    def install(self, pipe: Any) -> None:
+    def install(self, pipe: Any, progress: Progress) -> None:
         """Convert what is to be converted, then take the forward; nothing is changed where the former fails."""
         if not self.fits() and conversion.conversion_of(self.module) is not None:
             conversion.restore(self.module)  # of a pipeline that is gone
         if self.wanted and conversion.conversion_of(self.module) is None:
-            seen = calibrate(pipe, self.module, type(self.model), self.wanted, self.model.plan)
-            conversion.convert(self.module, self.wanted, self.originals, samples=seen.samples, rounding=seen.words())
+            seen = calibrate(pipe, self.module, type(self.model), self.wanted, self.model.plan, progress)
+            conversion.convert(
+                self.module,
+                self.wanted,
+                self.originals,
+                progress=progress,
+                samples=seen.samples,
+                rounding=seen.words(),
+            )
             self._count(seen)
         self._forward = install(self.module)
         self._forward.abandoned = _abandoned

@@ -109,7 +109,7 @@ def compare(
         flip_map(*[torch.zeros(16, 16, 3).numpy()] * 2)  # raises the error that names the extra, before any drawing
     bench = Bench(twin(pipe), requests, progress or Progress())
     bench.fp32 = fp32_twin(pipe) if wanted == "fp32" and dtype != "fp32" else None
-    bench.handle = accelerate(bench.pipe, chosen, strict=strict)
+    bench.handle = accelerate(bench.pipe, chosen, strict=strict, progress=bench.progress)
     try:
         exact = bench.draw_fp32()
         bench.warm_up()

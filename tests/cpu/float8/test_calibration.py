@@ -18,6 +18,7 @@ from fusedit.float8.linear import quantise_weight
 from fusedit.models import registry
 from fusedit.models._converted import precisions
 from fusedit.plan import Plan
+from fusedit.progress import Progress
 
 CALL = {"width": 64, "height": 64, "num_inference_steps": 2, "output_type": "latent"}
 NAMES = {"tiny-flux": "flux", "tiny-z-image": "z_image"}
@@ -218,3 +219,22 @@ def test_nan_weights_are_not_our_error(pipe: Any) -> None:
     layer.weight.data[0] = torch.nan
     assert seen(pipe).samples
     fusedit.accelerate(pipe, "fp8").restore()
+
+
+def test_progress_is_told_of_all_that_takes_time(pipe: Any) -> None:
+    class Told(Progress):
+        def __init__(self) -> None:
+            self.begun: list[tuple[str, int]] = []
+            self.done = 0
+
+        def begin(self, title: str, total: int) -> None:
+            self.begun.append((title, total))
+
+        def finish_picture(self) -> None:
+            self.done += 1
+
+    told = Told()
+    fusedit.accelerate(pipe, "fp8", progress=told)
+    layers = len(converted(pipe))
+    assert told.begun == [("looking at what layers read", len(calibration.PICTURES)), ("quantising", layers)]
+    assert told.done == len(calibration.PICTURES) + layers
