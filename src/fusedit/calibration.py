@@ -121,6 +121,7 @@ def _drawn(pipe: Any, module: nn.Module, layers: Mapping[str, nn.Linear], progre
         stack.enter_context(_unchanged(pipe.scheduler))
         device = device_of(pipe)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(silenced(pipe))
         progress.begin("looking at what layers read", len(PICTURES))
         own = defaults_for(pipe).guidance

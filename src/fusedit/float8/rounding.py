@@ -100,7 +100,8 @@ class Rounder:
         if path not in self._made:
             if path not in self._samples:
                 return None
-            self._round(path)
+            with torch.autocast((self.device or self.layers[path].weight.device).type, enabled=False):
+                self._round(path)
         codes, scale = self._made.pop(path)
         where = self.layers[path].weight.device
         return codes.to(where), scale.to(where)

@@ -238,3 +238,29 @@ def test_progress_is_told_of_all_that_takes_time(pipe: Any) -> None:
     layers = len(converted(pipe))
     assert told.begun == [("looking at what layers read", len(calibration.PICTURES)), ("quantising", layers)]
     assert told.done == len(calibration.PICTURES) + layers
+
+
+def test_autocast_around_it_changes_nothing(pipe: Any) -> None:
+    codes = []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            handle = fusedit.accelerate(pipe, "fp8")
+        codes.append(codes_of(pipe))
+        handle.restore()
+    assert all(torch.equal(made, codes[1][path]) for path, made in codes[0].items())
+
+
+def test_an_interruption_leaves_the_pipeline_as_it_was(pipe: Any) -> None:
+    calls = iter(range(100))
+
+    def interrupt(*_: Any) -> None:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+
+    hook = pipe.transformer.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fusedit.accelerate(pipe, "fp8")
+    hook.remove()
+    assert not converted(pipe)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in pipe.transformer.modules())
+    fusedit.accelerate(pipe, "fp8").restore()
