@@ -85,17 +85,25 @@ def calibrate(
     if not plan.enabled(model.rounding, "fp8"):
         layers = {}
     if layers:
-        reason = _refusal(pipe, module, model)
-    if layers and not reason:
         try:
-            read = _drawn(pipe, module, layers, progress or Progress())
+            reason = _refusal(pipe, module, model)
+            read = {} if reason else _finite(_drawn(pipe, module, layers, progress or Progress()))
+            if not reason and not read:
+                reason = "the pictures for them came out as NaN"
         except Exception as error:  # a pipeline may fail in any way, and nearest codes are right, too
-            reason = f"drawing pictures for them failed ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            said = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+            reason = f"drawing pictures for them failed ({said[:200]})"
     # What modulation reads can be told without a picture, if less well: 0.33 of the error of nearest codes, not 0.15.
     stored = [path for path, value in wanted.items() if value == "weights" and path not in read]
     typical = model.typical(module) if stored else None
     told = {} if typical is None else dict.fromkeys(stored, typical)
     return Calibration(told | read, len(read), reason)
+
+
+def _finite(read: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the layers that read NaN or infinity: no code can be rounded for that."""
+    good = {id(rows): bool(rows.isfinite().all()) for rows in read.values()}
+    return {path: rows for path, rows in read.items() if good[id(rows)]}
 
 
 def _refusal(pipe: Any, module: nn.Module, model: type[FusedModel]) -> str:

@@ -308,7 +308,8 @@ def suspend(module: nn.Module) -> None:
             first = layer.first() if layer.branches else None
             if first is not None:
                 branches[path] = (layer.branches, first)
-            codes[path] = layer.weight.data.to("cpu", copy=True), layer.weight_scale.to("cpu", copy=True)
+            with torch.inference_mode(False):  # what is made in that mode cannot be written later
+                codes[path] = layer.weight.data.to("cpu", copy=True), layer.weight_scale.to("cpu", copy=True)
         restore(module)
         stock = _stock_layers(module, made.wanted)
         sums = _sums({path: branches[path][1] if path in branches else stock[path].weight for path in stock})

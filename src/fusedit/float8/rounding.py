@@ -39,6 +39,7 @@ class Moments:
         n, K = samples.shape
         self.groups = next(g for g in range(-(-K // WIDEST), K + 1) if K % g == 0)
         x = samples.float().view(n, self.groups, -1).transpose(0, 1)
+        x = x / x.abs().amax().clamp_min(1e-30)  # only proportions count, and squares must not overflow
         moments = x.mT @ x / n
         own = moments.diagonal(dim1=1, dim2=2)
         # Large inputs first: their errors have the most others to be made up by.

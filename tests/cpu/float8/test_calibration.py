@@ -182,6 +182,29 @@ def test_a_pipeline_that_fails_says_why(pipe: Any, monkeypatch: pytest.MonkeyPat
     assert not any(m._forward_pre_hooks for m in pipe.transformer.modules())
 
 
+def test_an_exception_without_words(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(type(pipe), "encode_prompt", fail)
+    assert seen(pipe).reason == "drawing pictures for them failed (AssertionError)"
+
+
+def test_pictures_of_nan_are_said(pipe: Any) -> None:
+    for p in pipe.transformer.parameters():
+        p.data.fill_(torch.nan)
+    found = seen(pipe)
+    assert found.pictures == 0
+    assert found.reason == "the pictures for them came out as NaN"
+
+
+def test_a_pause_in_inference_mode_leaves_ordinary_tensors(pipe: Any) -> None:
+    handle = fusedit.accelerate(pipe, "fp8")
+    with torch.inference_mode(), handle.paused():
+        pass
+    assert not any(t.is_inference() for t in (*pipe.transformer.parameters(), *pipe.transformer.buffers()))
+
+
 def test_a_large_model_on_a_cpu_is_not_drawn_with(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "LARGEST_ON_A_CPU", 1000)
     assert "weights on a CPU takes too long; move the pipeline to a GPU before that" in seen(pipe).reason
@@ -217,7 +240,7 @@ def test_loras_are_left_out(pipe: Any) -> None:
 def test_nan_weights_are_not_our_error(pipe: Any) -> None:
     layer = next(m for m in pipe.transformer.modules() if isinstance(m, nn.Linear))
     layer.weight.data[0] = torch.nan
-    assert seen(pipe).samples
+    assert seen(pipe).reason == "the pictures for them came out as NaN"
     fusedit.accelerate(pipe, "fp8").restore()
 
 

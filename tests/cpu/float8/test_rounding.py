@@ -50,7 +50,7 @@ def test_the_factor_is_of_the_inverse() -> None:
     x = correlated(300, 40)
     moments = Moments(x)
     order, U = moments.order[0], moments.factor[0].double()
-    own = (x.T @ x / 300).double()
+    own = (x.T @ x / 300 / x.abs().amax() ** 2).double()
     own.diagonal().mul_(1 + DAMPING)
     own = own[order][:, order]
     assert torch.equal(U, U.triu())
@@ -162,3 +162,11 @@ def test_codes_that_are_known_are_taken() -> None:
     made = Rounder({"a": torch.randn(5, 6)}, {"a": layer}, known={"a": known}).codes("a")
     assert made is not None
     assert torch.equal(made[0].view(torch.uint8), known[0].view(torch.uint8))
+
+
+def test_large_and_small_inputs_are_rounded_for_alike() -> None:
+    weight = torch.randn(9, 48, generator=torch.Generator().manual_seed(6))
+    x = correlated(200, 48)
+    codes = [Moments(x * by).round(weight)[0].view(torch.uint8) for by in (1.0, 2.0**60, 2.0**-60)]
+    assert torch.equal(codes[0], codes[1])
+    assert torch.equal(codes[0], codes[2])
