@@ -36,6 +36,7 @@ SIDE: Final = 256
 """Pixels of a picture's side."""
 ROWS: Final = 64
 """Tokens that are kept of a call: 2,048 in all, for FLUX.1-dev 6 GB."""
+_OFFLOAD: Final = ("_all_hooks", "_offload_device", "_offload_gpu_id")
 LARGEST_ON_A_CPU: Final = 1 << 28
 """Weights of a transformer that draws on a CPU in seconds."""
 
@@ -126,6 +127,7 @@ def _drawn(pipe: Any, module: nn.Module, layers: Mapping[str, nn.Linear], progre
     with ExitStack() as stack:
         reader = stack.enter_context(_reading(module, layers))
         stack.enter_context(without_adapters(module))
+        stack.enter_context(_unchanged(pipe))
         stack.enter_context(_unchanged(pipe.scheduler))
         device = device_of(pipe)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
@@ -203,11 +205,12 @@ def _reading(module: nn.Module, layers: Mapping[str, nn.Linear]) -> Iterator[_Re
 
 
 @contextmanager
-def _unchanged(scheduler: Any) -> Iterator[None]:
-    """What a call leaves on a scheduler is gone again behind the block."""
-    before = dict(vars(scheduler))
+def _unchanged(thing: Any) -> Iterator[None]:
+    """What a call leaves on a pipeline or scheduler is gone again behind the block, but for offload's own notes."""
+    before = dict(vars(thing))
     try:
         yield
     finally:
-        vars(scheduler).clear()
-        vars(scheduler).update(before)
+        kept = {key: value for key, value in vars(thing).items() if key in _OFFLOAD}
+        vars(thing).clear()
+        vars(thing).update(before | kept)

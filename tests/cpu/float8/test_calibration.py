@@ -86,7 +86,7 @@ def test_rows_are_what_the_layer_reads() -> None:
 
 def test_nothing_else_changes(pipe: Any) -> None:
     before = draw(pipe)
-    scheduler, state = dict(vars(pipe.scheduler)), torch.get_rng_state()
+    scheduler, own, state = dict(vars(pipe.scheduler)), dict(vars(pipe)), torch.get_rng_state()
     hooks = [dict(m._forward_pre_hooks) for m in pipe.transformer.modules()]
     weights = {name: p.clone() for name, p in pipe.transformer.named_parameters()}
     first, second = seen(pipe), seen(pipe)
@@ -97,6 +97,8 @@ def test_nothing_else_changes(pipe: Any) -> None:
     assert [dict(m._forward_pre_hooks) for m in pipe.transformer.modules()] == hooks
     assert all(torch.equal(p, weights[name]) for name, p in pipe.transformer.named_parameters())
     assert all(torch.equal(rows, second.samples[path]) for path, rows in first.samples.items())
+    assert vars(pipe).keys() == own.keys()
+    assert all(vars(pipe)[key] is value for key, value in own.items())
     assert "progress_bar" not in vars(pipe)
     assert torch.equal(draw(pipe), before)
 
