@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -67,22 +68,21 @@ def line(row: Row) -> str:
 def main(
     model: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(MODELS))] = ",".join(MODELS),
     plans: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(PLANS))] = ",".join(PLANS),
-    dtype: Annotated[str, typer.Option(help="One of " + ", ".join(DTYPES))] = DTYPES[0],
+    dtype: Annotated[str, typer.Option(help="Comma-separated: " + ", ".join(DTYPES))] = DTYPES[0],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here")] = None,
 ) -> None:
     """Pictures of trained models by each plan against stock. Example: python -m benchmarks pictures --plans fp8"""
     models = given.names(model, MODELS, "model")
     chosen = given.names(plans, PLANS, "plan")
-    (kind,) = given.names(dtype, DTYPES, "dtype")[:1]
+    kinds = given.names(dtype, DTYPES, "dtype")
     given.destination(json_file)
     given.need_gpu("pictures")
     results = Results(json_file)
-    for name in models:
-        for plan in chosen:
-            try:
-                row = measure(name, plan, kind)
-            except Exception as error:
-                row = Row("pictures", name, "", 1, plan, kind, error=table.why(error))
-            results.add([row])
-            typer.echo(line(row))
-            gpu.free()
+    for name, kind, plan in itertools.product(models, kinds, chosen):
+        try:
+            row = measure(name, plan, kind)
+        except Exception as error:
+            row = Row("pictures", name, "", 1, plan, kind, error=table.why(error))
+        results.add([row])
+        typer.echo(line(row))
+        gpu.free()

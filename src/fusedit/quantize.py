@@ -86,7 +86,7 @@ def quantize(
     before = _bytes(module)
     start = time.perf_counter()
     device = _device()
-    seen = _calibrated(pipe, module, served, wanted, chosen.without(*found.refused), progress)
+    seen = _calibrated(pipe, module, served, wanted, chosen.without(*found.refused), progress, device)
     conversion.convert(module, wanted, "drop", device=device, progress=progress, undo=False, samples=seen.samples)
     converted = time.perf_counter() - start
     with quiet_loading():
@@ -97,12 +97,17 @@ def quantize(
 
 
 def _calibrated(
-    pipe: Any, module: Any, model: Any, wanted: Mapping[str, str], plan: Plan, progress: Progress | None
+    pipe: Any,
+    module: Any,
+    model: Any,
+    wanted: Mapping[str, str],
+    plan: Plan,
+    progress: Progress | None,
+    device: torch.device | None,
 ) -> Calibration:
     """What layers read in pictures that are drawn on the GPU where there is one with room for the model."""
     from fusedit.calibration import calibrate
 
-    device = _device()
     if device is None:
         return calibrate(pipe, module, model, wanted, plan, progress)
     size, free = _bytes(module), torch.cuda.mem_get_info(device)[0]
