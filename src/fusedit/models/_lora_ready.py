@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from fusedit import ops
 from fusedit.float8.linear import Float8Linear
 from fusedit.float8.products import quantise
+from fusedit.ops import _low_rank_sums
 
 Tensor = torch.Tensor
 WIDE = 512
@@ -71,10 +72,16 @@ def _codes_ready(few: Tensor, vector: Tensor | None, swiglu: bool, gelu: bool) -
 
 
 def _term(x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    made: Callable[..., Tensor] = torch.zeros
+    """A term of 8 ranks in dtype, which is that of x unless x is e4m3; the sums that make it are ready for any rank."""
     kept = x.dtype if dtype is None else dtype
-    terms = [
-        ops.low_rank(x, made(ranks, WIDE, dtype=kept, device=x.device), made(ranks, device=x.device))
-        for ranks in (8, 40)  # narrow and wide
-    ]
-    return terms[0], made(WIDE, 8, dtype=kept, device=x.device)
+    down, up = torch.zeros(8, WIDE, device=x.device).to(x.dtype), torch.zeros(WIDE, 8, dtype=kept, device=x.device)
+    scale = torch.zeros(8, device=x.device)
+    if x.dtype is torch.float8_e4m3fn:
+        t = ops.scaled_low_rank(x, down, scale, str(kept).removeprefix("torch."))
+        kernels = ops.scaled_low_rank.backend(x, down, scale).name == "triton"
+    else:
+        t = ops.low_rank(x, down, scale)
+        kernels = ops.low_rank.backend(x, down, scale).name == "triton"
+    if kernels:
+        _low_rank_sums.make_ready(x, down, kept)
+    return t, up

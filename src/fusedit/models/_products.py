@@ -94,8 +94,10 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, lo
 
 def low_of(x: Activation, term: Term) -> Low:
     """The first half of a low-rank term; of rows without their scales, which the product applies."""
-    read = x.codes if isinstance(x, Rows) else x
-    return ops.low_rank.direct(read, term.down, term.scale), term.up, term.part
+    if isinstance(x, Rows):
+        dtype = str(term.up.dtype).removeprefix("torch.")
+        return ops.scaled_low_rank.direct(x.codes, term.down, term.scale, dtype), term.up, term.part
+    return ops.low_rank.direct(x, term.down, term.scale), term.up, term.part
 
 
 def separate(layers: Sequence[Any], x: Activation, out: Tensor, terms: Terms | None = None) -> Tensor:

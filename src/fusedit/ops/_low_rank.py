@@ -16,6 +16,7 @@ import torch
 from fusedit.errors import OpError
 from fusedit.ops import _check
 from fusedit.ops._cases import T
+from fusedit.ops._fp8 import E4M3
 
 Tensor = torch.Tensor
 
@@ -44,6 +45,17 @@ def check(
     if type(part) is not int or part < 0 or (wide_t > R and not 0 < part * (wide_t // R - 1) < N):
         shown = _check.show(part).removeprefix("int ")
         raise OpError(f"{op}: part must be how many of {N} columns each of {wide_t // R} parts has, not {shown}")
+
+
+def operands(op: str, x: Tensor, down: Tensor, scale: Tensor) -> tuple[int, ...]:
+    """`down` and `scale` are those of the first half for x[..., K], of its dtype; the shape of t."""
+    if x.ndim not in (2, 3):
+        raise OpError(f"{op}: x must be [S, K] or [B, S, K], not {_check.show(x)}; flatten its first dimensions")
+    (_check.fp8 if x.dtype is E4M3 else _check.activation)(op, "down", down, "PK")
+    P = down.shape[0]
+    _check.like(op, "down", down, x, (P, x.shape[-1]))
+    _check.like(op, "scale", scale, x, (P,), torch.float32)
+    return (*x.shape[:-1], P)
 
 
 def low_rank(t: Tensor, up: Tensor, part: int) -> Tensor:

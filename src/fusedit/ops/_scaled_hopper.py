@@ -14,7 +14,7 @@ import torch
 from fusedit.ops import _gluon, _hopper, _rows, _scaled_ends, _scaled_hopper_kernel, _triton
 from fusedit.ops._build import Build
 from fusedit.ops._rows import cdiv
-from fusedit.ops._scaled_hopper_kernel import COLUMNS, ROWS, STEP
+from fusedit.ops._scaled_hopper_kernel import COLUMNS, RANKS, ROWS, STEP
 
 Tensor = torch.Tensor
 ACTS: Final = ("none", "gelu", "swiglu")
@@ -107,7 +107,7 @@ def launch(
     parts = 1 if t is None or not ranks else t.shape[2] // ranks
     tiles = B * cdiv(S, ROWS) * cdiv(N, COLUMNS)
     programs = min(_rows.multiprocessors(x.device.index or 0), tiles)
-    step, low, narrow = STEP // x.element_size(), STEP // 2, [1, ROWS // 2, WIDE]
+    step, low, narrow = STEP // x.element_size(), ranks_a_step(x.dtype), [1, ROWS // 2, WIDE]
     none = small.view(torch.float32)
     given_y = small if y is None or not y.shape[-1] else y
     given_g = given_y if g is None or not g.shape[-1] else g
@@ -135,6 +135,7 @@ def launch(
         BIAS=bias is not None,
         GROUP=group,
         num_warps=4,
+        launch_pdl=True,
         enable_fp_fusion=True,
     )
 
@@ -199,6 +200,11 @@ def make_ready(act: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None
     _scaled_ends.finish(u[..., : g.shape[-1] * (2 if act == "swiglu" else 1)], scale, g, act == "swiglu")
 
 
+def ranks_a_step(dtype: torch.dtype) -> int:
+    """Of the low-rank term of a product of this dtype; beside bf16 its steps are as all others are."""
+    return RANKS if dtype.itemsize == 1 else STEP // dtype.itemsize
+
+
 def _writable(t: Tensor) -> bool:
     return not t.shape[-1] or (t.stride(-1) == 1 and _rows.vector(16 // t.element_size(), t) > 1)
 
@@ -225,6 +231,7 @@ def builds(act: str, codes: bool = True) -> list[Build]:
     if _gluon.reason:
         return []
     x, g, step = ("fp8e4nv", "fp8e4nv", STEP) if codes else ("bf16", "bf16", STEP // 2)
+    low = ranks_a_step(torch.float8_e4m3fn if codes else torch.bfloat16)
 
     def tile(name: str, *block: int) -> str:
         element = {"bf16": _gluon.gl.bfloat16, "fp8e4nv": _gluon.gl.float8e4nv}[name]
@@ -235,8 +242,8 @@ def builds(act: str, codes: bool = True) -> list[Build]:
     types = {
         "x_d": tile(x, 1, ROWS, step),
         "weight_d": tile(x, *both, step),
-        "t_d": tile("bf16", 1, ROWS, STEP // 2),
-        "up_d": tile("bf16", *both, STEP // 2),
+        "t_d": tile("bf16", 1, ROWS, low),
+        "up_d": tile("bf16", *both, low),
         "y_d": tile("bf16", 1, ROWS // 2, WIDE),
         "g_d": tile("bf16" if act == "none" else g, 1, ROWS // 2, WIDE),
         "x_scale_ptr": "*fp32",

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from fusedit.ops._gluon import copy_in, copy_out, gl, hopper, kernel, sync, view
+from fusedit.ops._gluon import copy_in, copy_out, follow, gl, hopper, kernel, sync, view
 
 ROWS: Final = 128
 COLUMNS: Final = 256
 STEP: Final = 128
+RANKS: Final = 32
+"""Of a low-rank term beside codes, in a step of it: half the memory of others."""
 STEPS: Final = 3
 """Steps in flight: 144 KiB, beside 64 KiB of sums on their way."""
 if hopper is not None:
@@ -82,8 +84,8 @@ def _copy_step(
     weight_at: gl.tensor,
     ACT: gl.constexpr,
 ) -> None:
-    """BK bytes of each row of x and of weight, whatever their dtype."""
-    WIDE: gl.constexpr = BK * 8 // x_d.dtype.primitive_bitwidth
+    """A block of x and of weight, whatever their dtype."""
+    WIDE: gl.constexpr = x_d.block_shape[2]
     copy_in(x_d, [item, row, x_at], full, view(left, x_d.dtype, [1, BM, WIDE], x_d.layout))
     if ACT == 2:
         to = view(right, weight_d.dtype, [2, BN // 2, WIDE], weight_d.layout)
@@ -109,23 +111,25 @@ def _copies(
     xs, ws, _ = memory
     full, free, _, _ = barriers
     _, _, _, K, R, _, programs = sizes
-    WIDE: gl.constexpr = BK * 8 // x_d.dtype.primitive_bitwidth
+    WIDE: gl.constexpr = x_d.block_shape[2]
+    LOW: gl.constexpr = t_d.block_shape[2]
     steps = gl.cdiv(K, WIDE)
-    all_steps = steps + gl.cdiv(R, BK // 2)
+    all_steps = steps + gl.cdiv(R, LOW)
     place = 0
     phase = 1  # a barrier not yet used counts as having ended its phase 1
     for tile in range(gl.program_id(0), _tiles(sizes), programs):
         item, row, c = _locate(tile, sizes, GROUP)
         for step in range(all_steps):
             mbarrier.wait(free.index(place), phase)
-            mbarrier.expect(full.index(place), (BM + BN) * BK)
             left, right = xs.index(place), ws.index(place)
             if step < steps:
+                mbarrier.expect(full.index(place), (BM + BN) * BK)
                 at = step * WIDE
                 _copy_step(x_d, weight_d, left, right, full.index(place), item, row, c, at, at, ACT)
             else:
                 # What of t lies beyond its part meets the zeros that the copy engine gives beyond the ranks of up.
-                at = (step - steps) * (BK // 2)
+                mbarrier.expect(full.index(place), (BM + BN) * LOW * 2)
+                at = (step - steps) * LOW
                 own = gl.minimum(c * BN // part, last) * R + at
                 _copy_step(t_d, up_d, left, right, full.index(place), item, row, c, own, at, ACT)
             place, phase = _next(place, phase, S)
@@ -139,18 +143,20 @@ def _products(
     sizes: gl.tuple,
     WHICH: gl.constexpr,
     GROUP: gl.constexpr,
+    LOW: gl.constexpr,
 ) -> None:
     """A group of warps: rows WHICH * HALF and on of every tile."""
     xs, ws, u = memory
     CODES: gl.constexpr = xs.dtype.primitive_bitwidth == 8
     WIDE: gl.constexpr = BK if CODES else BK // 2
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32 if CODES else 16])
-    LOW: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK // 2], gl.bfloat16)
+    HALVES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    SWIZZLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, LOW], gl.bfloat16)
     full, free, u_full, u_free = barriers
     _, L, _, K, R, _, programs = sizes
     steps = gl.cdiv(K, WIDE)
     if not CODES:  # the term is multiplied as all else is
-        steps += gl.cdiv(R, BK // 2)
+        steps += gl.cdiv(R, LOW)
     place = 0
     phase = 0
     turn = 1
@@ -170,18 +176,22 @@ def _products(
             mbarrier.arrive(free.index(last), count=1, pred=step > 0)
             last = place
             place, phase = _next(place, phase, S)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         if CODES:
-            for _ in range(gl.cdiv(R, BK // 2)):
+            low = gl.convert_layout(acc, HALVES, assert_trivial=True)
+            for _ in range(gl.cdiv(R, LOW)):
                 mbarrier.wait(full.index(place), phase)
-                left = view(xs.index(place), gl.bfloat16, [BM, BK // 2], LOW).slice(WHICH * HALF, HALF)
-                right = view(ws.index(place), gl.bfloat16, [BN, BK // 2], LOW)
-                acc = _low_rank(left, right, acc)
-                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+                left = view(xs.index(place), gl.bfloat16, [BM * BK // 2 // LOW, LOW], SWIZZLE)
+                right = view(ws.index(place), gl.bfloat16, [BN * BK // 2 // LOW, LOW], SWIZZLE)
+                left, right = left.slice(WHICH * HALF, HALF), right.slice(0, BN)
+                low = warpgroup_mma(left, right.permute((1, 0)), low, is_async=True)
+                low = warpgroup_mma_wait(num_outstanding=1, deps=(low,))
                 sync()
                 mbarrier.arrive(free.index(last), count=1)
                 last = place
                 place, phase = _next(place, phase, S)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            low = warpgroup_mma_wait(num_outstanding=0, deps=(low,))
+            acc = gl.convert_layout(low, ACC, assert_trivial=True)
         mbarrier.wait(u_free.index(WHICH), turn)
         if CODES:
             acc *= x_scale[:, None]
@@ -190,16 +200,6 @@ def _products(
         mbarrier.arrive(free.index(last), count=1)
         mbarrier.arrive(u_full.index(WHICH), count=1)
         turn ^= 1
-
-
-@kernel
-def _low_rank(left: gl.tensor, right: gl.tensor, acc: gl.tensor) -> gl.tensor:
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    LONG: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    acc = gl.convert_layout(acc, LAYOUT, assert_trivial=True)
-    acc = warpgroup_mma(left, right.permute((1, 0)), acc, is_async=False)
-    return gl.convert_layout(acc, LONG, assert_trivial=True)
 
 
 @kernel
@@ -359,7 +359,8 @@ def product(
     multiple of BN or last = P - 1 is 0. R = 0: no low-rank term.
     """
     dtype: gl.constexpr = x_d.dtype
-    WIDE: gl.constexpr = BK * 8 // dtype.primitive_bitwidth
+    WIDE: gl.constexpr = x_d.block_shape[2]
+    LOW: gl.constexpr = t_d.block_shape[2]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, WIDE], dtype)
     SUMS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, BN], gl.bfloat16)
     xs = gl.allocate_shared_memory(dtype, [S, BM, WIDE], LAYOUT)
@@ -377,13 +378,14 @@ def product(
         mbarrier.init(u_free.index(i), count=1)
     fence_async_shared()
     sync()
+    follow()
     memory = (xs, ws, u)
     barriers = (full, free, u_full, u_free)
     sizes = (B, L, N, K, R, start, programs)
     gl.warp_specialize(
         [
-            (_products, (x_scale_ptr, memory, barriers, sizes, 0, GROUP)),
-            (_products, (x_scale_ptr, memory, barriers, sizes, 1, GROUP)),
+            (_products, (x_scale_ptr, memory, barriers, sizes, 0, GROUP, LOW)),
+            (_products, (x_scale_ptr, memory, barriers, sizes, 1, GROUP, LOW)),
             (
                 _ends,
                 (y_d, g_d, weight_scale_ptr, bias_ptr, g_scale_ptr, memory, barriers, sizes, ACT, BIAS, GROUP),

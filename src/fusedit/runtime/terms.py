@@ -18,6 +18,8 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import nn
 
+from fusedit import ops
+from fusedit.ops._fp8 import E4M3
 from fusedit.report import CacheReport
 from fusedit.runtime.branches import Branch, Split, split_for_packing
 from fusedit.runtime.hoist import RunCache
@@ -35,9 +37,9 @@ class Term(NamedTuple):
     """t = x down^T * scale, then t up^T is added: see ops/_low_rank.py.
 
     Attributes:
-        down: [P R, K].
+        down: [P R, K]; of layers in e4m3 codes.
         up: [N, R]; of layers in e4m3 divided by the scale of their codes.
-        scale: fp32 [P R].
+        scale: fp32 [P R]; of codes with the scale of each row.
         part: columns of each of P layers, 0 where P is 1.
     """
 
@@ -84,6 +86,7 @@ class _Kept:
     """One group's term, and what it was made of.
 
     Attributes:
+        steps: fp32 [P R], the scale of each row of down where that is codes.
         sources: the matrices under other names, so that no other memory gets their addresses.
     """
 
@@ -91,6 +94,7 @@ class _Kept:
     form: Form
     layout: _Layout
     term: Term
+    steps: Tensor | None
     stamp: Hashable
     scales: tuple[float, ...]
     sources: list[Tensor]
@@ -136,10 +140,10 @@ class Terms:
             if stamp == kept.stamp and (goes_on or not kept.copies):
                 self.hits += 1
                 if scales != kept.scales:
-                    _fill_scales(kept.term, kept.layout, parts)
+                    _fill_scales(kept.term, kept.steps, kept.layout, parts)
                     kept.scales = scales
                 continue
-            self._make(key, layers, parts, kept.form, kept.term.down.dtype)
+            self._make(key, layers, parts, kept.form, kept.term.up.dtype)
         return self.generation
 
     def of(
@@ -164,7 +168,7 @@ class Terms:
         key = (*(id(part.base) for part in parts if part is not None), form)
         kept = self._kept.get(key)
         same = kept is not None and all(ref() is layer for ref, layer in zip(kept.layers, layers, strict=True))
-        if kept is not None and same and kept.term.down.dtype is kept_as:
+        if kept is not None and same and kept.term.up.dtype is kept_as:
             return kept.term
         if parts[0].base.weight.is_cuda and torch.cuda.is_current_stream_capturing():  # type: ignore[union-attr]
             self.reasons["first seen while a graph was captured"] += 1
@@ -215,14 +219,14 @@ class Terms:
         former = self._kept.get(key)
         layout = _layout(parts, form)
         with torch.inference_mode(False), torch.no_grad():
-            term, copies = _filled(layout, parts, dtype, former)
+            term, steps, copies = _filled(layout, parts, dtype, former)
         if former is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(former.term[:3], term[:3], strict=True)):
             self.generation += 1
         stamp = _stamp(parts)
         self.changes += former is None or former.stamp != stamp
         refs = tuple(weakref.ref(layer, _forgetter(self, key)) for layer in layers)
         sources = [t.detach() for part in parts if part is not None for b in part.branches for t in (b.down, b.up)]
-        self._kept[key] = _Kept(refs, form, layout, term, stamp, _scales(parts), sources, copies)
+        self._kept[key] = _Kept(refs, form, layout, term, steps, stamp, _scales(parts), sources, copies)
         return term
 
 
@@ -296,51 +300,57 @@ def _padded(ranks: int) -> int:
 
 def _filled(
     layout: _Layout, parts: Sequence[Split | None], dtype: torch.dtype, former: _Kept | None
-) -> tuple[Term, bool]:
-    """A term with what the parts hold now, in the former's memory where that fits; and whether it has copies."""
+) -> tuple[Term, Tensor | None, bool]:
+    """A term with what the parts hold now, in the former's memory where that fits; the scale of each row of its codes,
+    if it has any; and whether it has copies."""
     found = [part for part in parts if part is not None]
     branches = [branch for part in found for branch in part.branches]
     down, up, _ = branches[0]
     P, R = layout.P, layout.R
-    divided = layout.form != "beside"
-    as_it_is = not divided or scale_of(found[0].base) is None
-    alone = len(found) == 1 and len(branches) == 1 and len(down) == R and as_it_is
+    divided = layout.form != "beside" and scale_of(found[0].base) is not None
+    alone = len(found) == 1 and len(branches) == 1 and len(down) == R and not divided
     if alone and all(t.dtype is dtype and t.is_contiguous() for t in (down, up)):
         term = Term(down.detach(), up.detach(), torch.zeros(R, device=down.device), 0)
-        _fill_scales(term, layout, parts)
-        return term, False
-    if former is not None and former.copies and former.layout == layout and _alike(former.term.down, dtype, down):
-        term = former.term
+        _fill_scales(term, None, layout, parts)
+        return term, None, False
+    if former is not None and former.copies and former.layout == layout and _alike(former.term.up, dtype, up):
+        term, steps = former.term, former.steps
     else:  # of zeros, not of whatever was there: padding may not bring NaN in
         N = layout.outputs[-1] + len(_weight(found[-1]))
-        own, all_up = (down.new_zeros(shape, dtype=dtype) for shape in ((P * R, down.shape[1]), (N, R)))
-        term = Term(own, all_up, torch.zeros(P * R, device=down.device), layout.part)
+        own = down.new_zeros(P * R, down.shape[1], dtype=E4M3 if divided else dtype)
+        term = Term(own, up.new_zeros(N, R, dtype=dtype), torch.zeros(P * R, device=down.device), layout.part)
+        steps = torch.zeros_like(term.scale) if divided else None
     for part, row, column, output in zip(found, layout.rows, layout.columns, layout.outputs, strict=True):
-        codes = scale_of(part.base) if divided else None
         for branch in part.branches:
             ranks = len(branch.down)
-            term.down[row : row + ranks].copy_(branch.down)
+            rows = slice(row, row + ranks)
             target = term.up[output : output + len(branch.up), column : column + ranks]
-            if codes is None:
+            if steps is None:
+                term.down[rows].copy_(branch.down)
                 target.copy_(branch.up)
             else:
-                torch.div(branch.up, codes[:, None], out=target)
+                read = branch.down.detach().to(getattr(part.base, "compute_dtype", dtype))  # whose kernel is compiled
+                term.down[rows], steps[rows], _ = ops.quantize_rows.direct(read)
+                torch.div(branch.up, scale_of(part.base)[:, None], out=target)  # type: ignore[index]
             row, column = row + ranks, column + ranks
-    _fill_scales(term, layout, parts)
-    return term, True
+    _fill_scales(term, steps, layout, parts)
+    return term, steps, True
 
 
-def _alike(kept: Tensor, dtype: torch.dtype, down: Tensor) -> bool:
-    return kept.dtype is dtype and kept.device == down.device
+def _alike(kept: Tensor, dtype: torch.dtype, up: Tensor) -> bool:
+    return kept.dtype is dtype and kept.device == up.device
 
 
-def _fill_scales(term: Term, layout: _Layout, parts: Sequence[Split | None]) -> None:
+def _fill_scales(term: Term, steps: Tensor | None, layout: _Layout, parts: Sequence[Split | None]) -> None:
     """One launch a branch, without waiting for the device."""
     for part, row in zip((part for part in parts if part is not None), layout.rows, strict=True):
         for branch in part.branches:
-            ranks = branch.down.shape[0]
-            term.scale[row : row + ranks].fill_(branch.scale)
-            row += ranks
+            rows = slice(row, row + len(branch.down))
+            if steps is None:
+                term.scale[rows].fill_(branch.scale)
+            else:
+                torch.mul(steps[rows], branch.scale, out=term.scale[rows])
+            row = rows.stop
 
 
 def _stamp(parts: Sequence[Split | None]) -> Hashable:

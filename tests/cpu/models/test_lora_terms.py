@@ -29,13 +29,18 @@ PARTS = {
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many columns each first half of a term had."""
     seen: list[int] = []
-    plain = ops.low_rank.unchecked
 
-    def counting(x: Any, down: Any, scale: Any, **kwargs: Any) -> Any:
-        seen.append(len(down))
-        return plain(x, down, scale, **kwargs)
+    def count(op: Any) -> None:
+        plain = op.unchecked
 
-    monkeypatch.setattr(ops.low_rank, "unchecked", counting)
+        def counting(x: Any, down: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(len(down))
+            return plain(x, down, *args, **kwargs)
+
+        monkeypatch.setattr(op, "unchecked", counting)
+
+    count(ops.low_rank)
+    count(ops.scaled_low_rank)
     return seen
 
 
@@ -119,7 +124,8 @@ def test_fp8_norms_give_rows_to_layers_with_loras(kind: Kind, monkeypatch: pytes
     plain = ops.quantize_rows.unchecked
 
     def counting(x: Any, **kwargs: Any) -> Any:
-        passes.append(x.shape[-1])
+        if x.ndim == 3:  # and no matrix of a LoRA
+            passes.append(x.shape[-1])
         return plain(x, **kwargs)
 
     monkeypatch.setattr(ops.quantize_rows, "unchecked", counting)
@@ -187,7 +193,7 @@ def test_a_layer_that_has_to_be_called_is_called(kind: Kind) -> None:
 @pytest.mark.parametrize("options", [{"bias": True, "gelu": True}, {"bias": False, "swiglu": True}], ids=str)
 def test_all_that_a_lora_may_need_is_launched_before_there_is_one(dtype: torch.dtype, options: dict[str, bool]) -> None:
     """On a GPU these compile; tests there see that nothing else does."""
-    used = ["low_rank", "add_low_rank", "linear_low_rank", "scaled_linear"]
+    used = ["low_rank", "scaled_low_rank", "add_low_rank", "linear_low_rank", "scaled_linear"]
     used += ["linear_gelu", "scaled_linear_gelu"] if "gelu" in options else ["linear_swiglu", "scaled_linear_swiglu"]
     for name in used:
         ops.registry()[name].ran.clear()

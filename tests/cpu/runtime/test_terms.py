@@ -12,7 +12,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
 from fusedit.float8.linear import Float8Linear
-from fusedit.ops import registry
+from fusedit.ops._fp8 import quantized
 from fusedit.ops._low_rank import low_rank
 from fusedit.runtime.branches import split_for_packing
 from fusedit.runtime.hoist import Run, RunCache
@@ -51,19 +51,25 @@ def term(terms: Terms, layers: list[Any], form: Any = "parts", dtype: torch.dtyp
 
 
 def dense(layers: list[Any], x: Tensor, divided: bool = False) -> Tensor:
-    """What LoRA adds to each layer's output, written out."""
+    """What LoRA adds to each layer's output, written out.
+
+    Args:
+        divided: as the layers' products add it, in units of the codes, whose `down` is codes too.
+    """
     added = []
     for part in parts(layers):
         delta = torch.zeros(len(part.base.weight), K)
         for down, up, scale in part.branches:
-            delta += scale * up.detach().float() @ down.detach().float()
+            rows, steps, _ = quantized(down.detach())
+            kept = rows.float() * steps[:, None] if divided else down.detach().float()
+            delta += scale * up.detach().float() @ kept
         added.append(x @ delta.T / (part.base.weight_scale if divided else 1.0))
     return torch.cat(added, dim=-1)
 
 
 def added(found: Term | None, x: Tensor) -> Tensor:
     assert found is not None
-    return low_rank(registry()["low_rank"].plain(x, found.down, found.scale), found.up, found.part)
+    return low_rank((x @ found.down.float().T) * found.scale, found.up, found.part)
 
 
 def in_a_run(cache: RunCache) -> Run:
@@ -282,7 +288,8 @@ def test_codes_take_matrices_of_any_dtype(terms: Terms) -> None:
         half["a0"].to(torch.float16)
     found = term(terms, layers, dtype=torch.bfloat16)
     assert found is not None
-    assert found.down.dtype is found.up.dtype is torch.bfloat16
+    assert found.down.dtype is torch.float8_e4m3fn
+    assert found.up.dtype is torch.bfloat16
 
 
 def test_under_offload_nothing_is_kept(terms: Terms) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusedit import ops
-from fusedit.ops import _linear_hopper, _low_rank, _scaled_hopper
+from fusedit.ops import _linear_hopper, _low_rank, _low_rank_sums, _scaled_hopper
 from fusedit.ops._fp8 import to_e4m3
 from fusedit.ops._verify import error
 from fusedit.ops.gelu_tanh import reference as gelu
@@ -48,13 +48,14 @@ def test_the_first_half_at_any_size(B: int, S: int, K: int, P: int, codes: bool)
     if codes and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("e4m3 needs compute capability 8.9")
     x = random(B, S + 5, K)[:, 3 : 3 + S]
+    down, scale, op = random(P, K, std=K**-0.5), torch.randn(P, device="cuda"), ops.registry()["low_rank"]
     if codes:
-        x = to_e4m3(x.float() * 100)
-    down, scale = random(P, K, std=K**-0.5), torch.randn(P, device="cuda")
+        x, down, op = to_e4m3(x.float() * 100), to_e4m3(down.float() * 100 * K**0.5), ops.registry()["scaled_low_rank"]
     t = torch.full((B, S, P + 8), float("nan"), dtype=torch.bfloat16, device="cuda")
-    assert ops.low_rank.backend(x, down, scale) == ("triton", "")
-    ops.low_rank(x, down, scale, out=t[..., :P])
-    assert error(t[..., :P], (x.double() @ down.double().T) * scale.double()).relative_l2 < 0.003
+    assert op.backend(x, down, scale) == ("triton", "")
+    op(x, down, scale, out=t[..., :P])
+    allowed = 0.005 if codes else 0.003  # the tensor cores add products of codes with about 14 bits
+    assert error(t[..., :P], (x.double() @ down.double().T) * scale.double()).relative_l2 < allowed
     assert bool(t[..., P:].isnan().all())
 
 
@@ -100,7 +101,7 @@ def test_the_product_at_any_size(act: str, B: int, S: int, K: int, N: int, R: in
     ("name", "which"),
     [
         ("low_rank", "flux-single"),
-        ("low_rank", "flux-single-fp8"),
+        ("scaled_low_rank", "flux-single"),
         ("linear_low_rank", "flux-qkv"),
         ("linear_gelu", "flux-single-lora"),
         ("linear_swiglu", "z-image-lora"),
@@ -118,14 +119,14 @@ def test_lengths_and_ranks_compile_nothing(name: str, which: str, monkeypatch: p
         return tuple(t[:, first:last] if getattr(t, "shape", ())[:2] == tokens else t for t in args)
 
     op(*cut(0, 1))
-    if name == "low_rank":
-        op(args[0][:, :1], args[1][:8], args[2][:8])  # the narrow variant
+    if name in ("low_rank", "scaled_low_rank"):
+        _low_rank_sums.make_ready(args[0][:, :1], args[1], torch.bfloat16)
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda *_, **info: compiled.append(str(info)))
     truth = op(*args)
     for first, last in ((0, 1), (3, 131), (64, 1600), (7, 2823), (1, 4000)):
         assert error(op(*cut(first, last)), truth[:, first:last].double()).relative_l2 < 0.01
-    if name == "low_rank":
+    if name in ("low_rank", "scaled_low_rank"):
         for ranks in (8, 16, 24, 72, 120):
             assert error(op(args[0], args[1][:ranks], args[2][:ranks]), truth[..., :ranks].double()).relative_l2 < 0.01
     else:
