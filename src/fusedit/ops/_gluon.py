@@ -10,7 +10,7 @@ from typing import Any
 
 from fusedit.ops import _triton
 
-__all__ = ["copy_in", "copy_out", "descriptor_class", "follow", "gl", "hopper", "kernel", "reason", "sync", "view"]
+__all__ = ["copy_in", "copy_out", "descriptor_class", "gl", "hopper", "kernel", "reason", "sync", "view"]
 
 reason = _triton.status()[1]
 """Why no kernel in Gluon can be built, or nothing."""
@@ -48,10 +48,3 @@ def kernel(function: Callable[..., Any]) -> Any:
         return function
     numbers, pointers = _triton.unspecialised(function)
     return gluon.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)
-
-
-@kernel
-def follow() -> None:
-    """As `_triton.follow`, where the warps part: those that begin after it see what the kernel before wrote too."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)

@@ -18,7 +18,7 @@ from fusedit.ops import _fp8, _rows
 from fusedit.ops._build import Build
 from fusedit.ops._fp8 import BY_HAND, E4M3, from_e4m3
 from fusedit.ops._rows import cdiv, places
-from fusedit.ops._triton import follow, kernel, overlap, tl
+from fusedit.ops._triton import kernel, tl
 
 Tensor = torch.Tensor
 ROWS: Final = 64
@@ -64,14 +64,12 @@ def _pieces(
     WHOLE: tl.constexpr,
     CODES: tl.constexpr,
     PART: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """WHOLE: t of all of K; else sums fp32 [pieces, B, S, P], of `each` steps of BK a piece.
 
     K and strides of x and down in units of VEC; down_item is 0, which the compiler must not know, or it would forget
     how addresses are aligned.
     """
-    follow(OVERLAP)
     per_item = tl.cdiv(S, BM)
     b = (tl.program_id(0) // per_item).to(tl.int64)
     rows = tl.program_id(0) % per_item * BM + tl.arange(0, BM)
@@ -114,9 +112,7 @@ def _sum(
     t_batch: tl.tensor,
     t_row: tl.tensor,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
-    follow(OVERLAP)
     count = B.to(tl.int64) * S * P
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -177,7 +173,6 @@ def run(
         *_rows.steps(down[None], vec),
         *t_steps,
         **constexprs,
-        **overlap(x),
         num_warps=4,
         num_stages=_stages(x.dtype),
         enable_fp_fusion=True,
@@ -194,7 +189,6 @@ def run(
         P,
         *t_steps,
         BLOCK=ADD,
-        **overlap(x),
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -226,7 +220,7 @@ def builds(dtype: torch.dtype) -> list[Build]:
         kept = {**types, "to_ptr": _rows.POINTERS[to] if whole else "*fp32"}
         traits = ("no-spill",) if aligned > 1 and dtype is not torch.float32 else ()
         least = _fp8.CAPABILITY if codes else 0
-        flags = _constexprs(dtype, width, aligned, whole) | {"OVERLAP": False}
+        flags = _constexprs(dtype, width, aligned, whole)
         made.append(Build.of(name, _pieces, kept, flags, 4, *traits, num_stages=_stages(dtype), capability=least))
     return made
 
@@ -234,9 +228,7 @@ def builds(dtype: torch.dtype) -> list[Build]:
 def sum_build(dtype: torch.dtype) -> Build:
     """Of the second pass."""
     types = {"sums_ptr": "*fp32", "scale_ptr": "*fp32", "t_ptr": _rows.POINTERS[dtype]}
-    return Build.of(
-        f"sum-{_rows.POINTERS[dtype].removeprefix('*')}", _sum, types, {"BLOCK": ADD, "OVERLAP": False}, 4, "no-spill"
-    )
+    return Build.of(f"sum-{_rows.POINTERS[dtype].removeprefix('*')}", _sum, types, {"BLOCK": ADD}, 4, "no-spill")
 
 
 def _constexprs(x: torch.dtype, width: int, vec: int, whole: bool) -> dict[str, Any]:

@@ -135,7 +135,6 @@ def launch(
         BIAS=bias is not None,
         GROUP=group,
         num_warps=4,
-        launch_pdl=True,
         enable_fp_fusion=True,
     )
 

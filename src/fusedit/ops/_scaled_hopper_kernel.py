@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from fusedit.ops._gluon import copy_in, copy_out, follow, gl, hopper, kernel, sync, view
+from fusedit.ops._gluon import copy_in, copy_out, gl, hopper, kernel, sync, view
 
 ROWS: Final = 128
 COLUMNS: Final = 256
@@ -378,7 +378,6 @@ def product(
         mbarrier.init(u_free.index(i), count=1)
     fence_async_shared()
     sync()
-    follow()
     memory = (xs, ws, u)
     barriers = (full, free, u_full, u_free)
     sizes = (B, L, N, K, R, start, programs)

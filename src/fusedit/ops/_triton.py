@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["INTERPRETING", "capability", "follow", "kernel", "overlap", "status", "tl", "triton", "unspecialised"]
+__all__ = ["INTERPRETING", "capability", "kernel", "status", "tl", "triton", "unspecialised"]
 
 _MINIMUM = (3, 6)
 _reason = ""
@@ -72,21 +72,6 @@ def status(device: torch.device | None = None, dtype: torch.dtype | None = None)
     if usable and dtype is torch.bfloat16 and capability(index) < (8, 0):
         return False, "bfloat16 kernels need compute capability 8.0"
     return usable, reason
-
-
-@kernel
-def follow(OVERLAP: tl.constexpr) -> None:
-    """First line of a kernel that is launched while the one before it ends: from here on what that wrote is there."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-def overlap(x: torch.Tensor) -> dict[str, bool]:
-    """Arguments for the launch of a kernel that begins with `follow`: from compute capability 9.0 on it is on its way
-    to the multiprocessors while the kernel before it ends (programmatic dependent launch)."""
-    able = x.is_cuda and capability(x.device.index or 0) >= (9, 0)
-    return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
 @kernel

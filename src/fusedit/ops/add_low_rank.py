@@ -23,7 +23,7 @@ from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
 from fusedit.ops._op import Cost, op
 from fusedit.ops._rows import cdiv, places
-from fusedit.ops._triton import follow, kernel, overlap, tl
+from fusedit.ops._triton import kernel, tl
 from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
@@ -134,11 +134,9 @@ def _kernel(
     VEC: tl.constexpr,
     LOW: tl.constexpr,
     SCALED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """N and strides of y and z in units of VEC, R and strides of t and up in units of LOW; up_item is 0, which the
     compiler must not know, or it would forget how addresses are aligned."""
-    follow(OVERLAP)
     per_item = tl.cdiv(S, BM)
     b = (tl.program_id(0) // per_item).to(tl.int64)
     rows = tl.program_id(0) % per_item * BM + tl.arange(0, BM)
@@ -182,11 +180,7 @@ def builds() -> list[Build]:
         types = dict.fromkeys(("y_ptr", "t_ptr", "up_ptr", "z_ptr"), _rows.POINTERS[dtype])
         types |= {"x_scale_ptr": "*fp32", "weight_scale_ptr": "*fp32"}
         traits = ("no-spill",) if dtype is torch.bfloat16 else ()
-        made.append(
-            Build.of(
-                name, _kernel, types, _constexprs(vec, vec, scaled) | {"OVERLAP": False}, WARPS, *traits, num_stages=2
-            )
-        )
+        made.append(Build.of(name, _kernel, types, _constexprs(vec, vec, scaled), WARPS, *traits, num_stages=2))
     return made
 
 
@@ -279,7 +273,6 @@ def add_low_rank(
         *_rows.steps(up[None], low),
         *((0, 0) if x_scale is None else _rows.steps(x_scale[..., None], 1)),
         **_constexprs(vec, low, x_scale is not None),
-        **overlap(y),
         num_warps=WARPS,
         num_stages=2,
         enable_fp_fusion=True,
