@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fusedit.defaults import defaults_for, request_for
-from fusedit.drawing import device_of, silenced
+from fusedit.drawing import device_of, rest, silenced
 from fusedit.float8 import choice
 from fusedit.float8.conversion import linear_layers
 from fusedit.models import FusedModel
@@ -127,6 +127,7 @@ def _drawn(pipe: Any, module: nn.Module, layers: Mapping[str, nn.Linear], progre
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(silenced(pipe))
         progress.begin("looking at what layers read", len(PICTURES))
+        stack.push(lambda kind, *_: rest(pipe) if kind is not None else None)
         own = defaults_for(pipe).guidance
         for seed, (prompt, part) in enumerate(PICTURES):
             guidance = None if own is None else own * part

@@ -295,3 +295,45 @@ def test_an_interruption_leaves_the_pipeline_as_it_was(pipe: Any) -> None:
     assert not converted(pipe)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in pipe.transformer.modules())
     fusedit.accelerate(pipe, "fp8").restore()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_offloaded_components_at_rest(
+    pipe: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe.enable_model_cpu_offload(device="cpu")
+    drawn, rested = iter(range(100)), 0
+    free = type(pipe).maybe_free_model_hooks
+
+    def fail(*_: Any) -> None:
+        if next(drawn) == 3:  # in the second picture
+            raise error
+
+    def counted(self: Any) -> None:
+        nonlocal rested
+        rested += 1
+        free(self)
+
+    monkeypatch.setattr(type(pipe), "maybe_free_model_hooks", counted)
+    own, scheduler = set(vars(pipe)), dict(vars(pipe.scheduler))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pipe.scheduler), "step", wrapped(type(pipe.scheduler).step, fail))
+        if error is RuntimeError:
+            assert reasons(pipe) == ["drawing pictures for them failed (RuntimeError)"]
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                seen(pipe)
+    assert rested == 2, "after the first picture stock does it, after the second nobody else would"
+    assert set(vars(pipe)) == own
+    now = vars(pipe.scheduler)
+    assert now.keys() == scheduler.keys()
+    assert all(now[key] is value for key, value in scheduler.items())
+    draw(pipe)
+
+
+def wrapped(function: Any, before: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return function(*args, **kwargs)
+
+    return run
