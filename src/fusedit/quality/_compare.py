@@ -169,6 +169,9 @@ def _search(
     bench.progress.begin("looking for the guilty rewrite", len(names))
 
     def good_without(off: tuple[str, ...]) -> bool:
+        # A try that leaves precision and rounding alone finds the weights converted already. The others convert anew,
+        # and look anew at what layers read where they round: two tries of a search of some forty. Keeping what was read
+        # would save their small pictures, and cost 6 GB of CPU memory for FLUX.1-dev in every comparison.
         bench.handle = accelerate(bench.pipe, plan.without(*off), strict=False)
         drawn = bench.attempt("fused", worst, f"without {', '.join(off)[:48]}")
         if isinstance(drawn, Failure) or drawn.pixels.shape != stock_pixels.shape:
