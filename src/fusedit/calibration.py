@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from fusedit.defaults import defaults_for, request_for
-from fusedit.drawing import device_of, silenced
+from fusedit.drawing import device_of, rest, silenced
+from fusedit.float8 import choice
 from fusedit.float8.conversion import linear_layers
 from fusedit.models import FusedModel
 from fusedit.plan import Plan
@@ -46,22 +47,12 @@ class Calibration:
     """What is known of the inputs of a module's layers.
 
     Attributes:
-        samples: path -> [n, K] of what the layer reads, on the CPU; one tensor for layers that read the same.
-        pictures: how many of them come from pictures.
-        reason: why none does, or empty.
+        samples: path -> [n, K] of what the layer reads, finite, on the CPU; one tensor for layers that read the same.
+        choices: path -> how that makes its codes, for every layer; see float8/choice.py.
     """
 
-    samples: Mapping[str, Tensor] = field(default_factory=dict)
-    pictures: int = 0
-    reason: str = ""
-
-    def words(self) -> str:
-        """For a report."""
-        if self.reason:
-            return f"codes of products are the nearest ones: {self.reason}"
-        if not self.pictures:
-            return ""
-        return f"the codes of {self.pictures} layers are rounded for what these read in {len(PICTURES)} small pictures"
+    samples: Mapping[str, Tensor]
+    choices: Mapping[str, str]
 
 
 def calibrate(
@@ -71,6 +62,8 @@ def calibrate(
     wanted: Mapping[str, str],
     plan: Plan,
     progress: Progress | None = None,
+    *,
+    refused: str = "",
 ) -> Calibration:
     """Look at what the layers of `wanted` read; nothing of the pipeline or the module is changed.
 
@@ -80,31 +73,31 @@ def calibrate(
         model: that serves it.
         wanted: path -> `fp8` or `weights`.
         plan: may switch this off.
+        refused: why no pictures may be drawn, or empty.
     """
-    reason, read = "", {}
-    layers = {path: layer for path, layer in linear_layers(module) if path in wanted}
-    if not plan.enabled(model.rounding, "fp8"):
-        layers = {}
-    if layers:
+    asked = [path for path, _ in linear_layers(module) if path in wanted] if model.rounds(plan) else []
+    reason, read = refused, {}
+    if asked and not reason:
+        layers = {path: layer for path, layer in linear_layers(module) if path in asked}
         try:
             reason = _refusal(pipe, module, model)
-            read = {} if reason else _finite(_drawn(pipe, module, layers, progress or Progress()))
-            if not reason and not read:
-                reason = "the pictures for them came out as NaN"
+            read = {} if reason else _drawn(pipe, module, layers, progress or Progress())
         except Exception as error:  # a pipeline may fail in any way, and nearest codes are right, too
             said = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
             reason = f"drawing pictures for them failed ({said[:200]})"
+    finite = {id(rows): bool(rows.isfinite().all()) for rows in read.values()}
+    good = {path: rows for path, rows in read.items() if finite[id(rows)]}
     # What modulation reads can be told without a picture, if less well: 0.33 of the error of nearest codes, not 0.15.
-    stored = [path for path, value in wanted.items() if value == "weights" and path not in read]
+    stored = [path for path, value in wanted.items() if value == "weights" and path not in good]
     typical = model.typical(module) if stored else None
     told = {} if typical is None else dict.fromkeys(stored, typical)
-    return Calibration(told | read, len(read), reason)
+    choices = {path: choice.nearest(reason or _why(path, read)) for path in asked}
+    return Calibration(told | good, choices | dict.fromkeys(told, choice.MADE_UP) | dict.fromkeys(good, choice.READ))
 
 
-def _finite(read: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the layers that read NaN or infinity: no code can be rounded for that."""
-    good = {id(rows): bool(rows.isfinite().all()) for rows in read.values()}
-    return {path: rows for path, rows in read.items() if good[id(rows)]}
+def _why(path: str, read: Mapping[str, Tensor]) -> str:
+    """Why nothing can be rounded for what this layer read in the pictures."""
+    return "what they read in the pictures holds NaN or infinity" if path in read else "the pictures did not reach them"
 
 
 def _refusal(pipe: Any, module: nn.Module, model: type[FusedModel]) -> str:
@@ -134,6 +127,7 @@ def _drawn(pipe: Any, module: nn.Module, layers: Mapping[str, nn.Linear], progre
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(silenced(pipe))
         progress.begin("looking at what layers read", len(PICTURES))
+        stack.push(lambda kind, *_: rest(pipe) if kind is not None else None)
         own = defaults_for(pipe).guidance
         for seed, (prompt, part) in enumerate(PICTURES):
             guidance = None if own is None else own * part

@@ -106,5 +106,7 @@ def print_sensitivity(found: Sensitivity, console: Console, most: int = 40) -> N
     if len(found.groups) > most:
         console.print(f"and {len(found.groups) - most} more below {found.groups[most - 1].error:.5f}; --json has all")
     console.print(f"all together: {found.total:.5f}")
+    if found.rounding:
+        console.print(Text(found.rounding))
     for reason, count in Counter(found.kept.values()).items():
         console.print(Text(f"{count} in the model's dtype: {reason}"))

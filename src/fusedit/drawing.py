@@ -224,11 +224,16 @@ def out_of_memory_as_error(call: Callable[[], T], doing: str, pipe: Any) -> T:
     raise DeviceMemoryError(f"out of memory {doing}{failure}; {remedies} would help")
 
 
-def _free(pipe: Any) -> None:
-    """After a failed call: offload hooks back to their resting place, cached device memory back to the device."""
+def rest(pipe: Any) -> None:
+    """Offloaded components go back to where they wait, as at the end of a call: a call that fails leaves that out."""
     hooks = getattr(pipe, "maybe_free_model_hooks", None)
     if hooks is not None:
         hooks()
+
+
+def _free(pipe: Any) -> None:
+    """After a failed call: offload hooks back to their resting place, cached device memory back to the device."""
+    rest(pipe)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -174,7 +174,7 @@ class Handle:
 
     def _keeps(self, originals: str) -> bool:
         """Whether originals lie where they are asked for, if any layer has one."""
-        return all(session.fits_with(originals) for session in self._sessions)
+        return not any(session.difference(originals) for session in self._sessions)
 
     def _component(self, model: FusedModel) -> Any:
         return component(self._pipe(), model.path)
@@ -296,7 +296,7 @@ def accelerate(
         )
     _check_given_up(sessions)
     if current is not None:
-        current._let_go([session.module for session in sessions if session.fits()])
+        current._let_go([session.module for session in sessions if not session.difference()])
     try:
         _install(pipe, sessions, progress or Progress())
     except BaseException:
@@ -353,9 +353,10 @@ def _others(pipe: DiffusionPipeline, module: nn.Module) -> bool:
 def _check_given_up(sessions: list[Session]) -> None:
     """Refuse a plan that needs weights which a former one gave up, before anything is changed."""
     for session in sessions:
-        reason = None if session.fits() else conversion.why_not_restorable(session.module)
+        difference = session.difference()
+        reason = conversion.why_not_restorable(session.module) if difference else None
         if reason is not None:
-            how = "" if session.wanted != conversion.wanted_of(session.module) else ", or give originals='drop' again"
+            how = ", or give originals='drop' again" if difference == "originals" else ""
             raise RestoreError(
                 f"this plan needs the original weights of {'.'.join(session.model.path)}, and {reason}{how}; nothing "
                 "was changed"

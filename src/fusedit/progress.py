@@ -1,13 +1,19 @@
-"""Progress of a long run: silent by default and in a pipe, bars by rich on a terminal."""
+"""Progress of a long run: bars by rich on a terminal, now and then a line elsewhere, silent by default."""
 
 from __future__ import annotations
 
 import sys
-from typing import IO, Any, Self
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import IO, Any, Final, Self
+
+QUIET: Final = 5.0
+"""Seconds between two lines in a file or pipe, and before the first: what is over by then says nothing."""
 
 
 class Progress:
-    """Says nothing. The base of the one with bars, and what library calls use unless told otherwise."""
+    """Says nothing. The base of the others, and what library calls use unless told otherwise."""
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +78,43 @@ class RichProgress(Progress):
         self.bars.update(self.task, completed=self.done, description=self.title)
 
 
+class LineProgress(Progress):
+    """Lines in a log, few of them: what is being done, how much of it is, and since when.
+
+    Args:
+        stream: where they go.
+        clock: seconds.
+    """
+
+    def __init__(self, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self.stream, self.clock = stream, clock
+        self.began = self.said = clock()
+        self.title, self.done, self.total = "", 0, 0
+
+    def begin(self, title: str, total: int) -> None:
+        self.title, self.done, self.total = title, 0, total
+        self._say()
+
+    def step(self, done: int, total: int) -> None:
+        self._say(f", step {done} of {total}")
+
+    def finish_picture(self) -> None:
+        self.done += 1
+        self._say()
+
+    def _say(self, more: str = "") -> None:
+        now = self.clock()
+        if now - self.said < QUIET:
+            return
+        self.said = now
+        with suppress(OSError, ValueError):  # a log that is full or closed is no reason to end a run
+            self.stream.write(f"fusedit: {self.title}, {self.done} of {self.total}{more} ({now - self.began:.0f} s)\n")
+            self.stream.flush()
+
+
 def progress_on(stream: IO[str] | None = None) -> Progress:
-    """Bars if a person watches the stream (default: standard error), else silence."""
+    """Bars if a person watches the stream (default: standard error), else lines."""
     stream = sys.stderr if stream is None else stream
-    return RichProgress(stream) if stream.isatty() else Progress()
+    if stream is None:  # standard error is closed
+        return Progress()
+    return RichProgress(stream) if stream.isatty() else LineProgress(stream)

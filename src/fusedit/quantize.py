@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +61,7 @@ def quantize(
         UsageError: the model, plan or folder cannot be used.
         OutputError: the folder is there already, or cannot be written; nothing is left of it.
     """
-    from fusedit.float8 import checkpoint, conversion
+    from fusedit.float8 import checkpoint, choice, conversion
     from fusedit.loading import load, quiet_loading
     from fusedit.models._converted import precisions
     from fusedit.served import denoiser_of
@@ -87,13 +87,24 @@ def quantize(
     start = time.perf_counter()
     device = _device()
     seen = _calibrated(pipe, module, served, wanted, chosen.without(*found.refused), progress, device)
-    conversion.convert(module, wanted, "drop", device=device, progress=progress, undo=False, samples=seen.samples)
+    conversion.convert(
+        module,
+        wanted,
+        "drop",
+        device=device,
+        progress=progress,
+        undo=False,
+        samples=seen.samples,
+        choices=seen.choices,
+        rounded=served.rounds(chosen),
+    )
+    rounding = "; ".join(choice.sentences(conversion.choices_of(module)))
     converted = time.perf_counter() - start
     with quiet_loading():
         checkpoint.save(pipe, out)
     kept = sum(isinstance(layer, torch.nn.Linear) for layer in module.modules()) - len(wanted)
     total = time.perf_counter() - began
-    return Quantised(out, len(wanted), kept, before, _bytes(module), seen.words(), converted, total)
+    return Quantised(out, len(wanted), kept, before, _bytes(module), rounding, converted, total)
 
 
 def _calibrated(
@@ -113,7 +124,7 @@ def _calibrated(
     size, free = _bytes(module), torch.cuda.mem_get_info(device)[0]
     if size * 1.1 > free:
         needed = f"drawing pictures needs the whole model on the GPU ({size / 2**30:.1f} GiB, {free / 2**30:.1f} free)"
-        return replace(calibrate(pipe, module, model, wanted, plan.without(model.rounding)), reason=needed)
+        return calibrate(pipe, module, model, wanted, plan, refused=needed)
     pipe.enable_model_cpu_offload(device=device)
     try:
         return calibrate(pipe, module, model, wanted, plan, progress)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from fusedit.errors import ArgumentError, PlanError, UnsupportedPipelineError
 from fusedit.plan import Plan
 from fusedit.progress import Progress
 from fusedit.request import Request
+
+if TYPE_CHECKING:
+    from fusedit.calibration import Calibration
 
 GROUPS: Final = ("role", "block", "layer")
 """How layers are put together: by what they are in every block, by block, or each for itself."""
@@ -59,6 +62,7 @@ class Sensitivity:
         steps: which denoising steps were recorded, zero-based.
         groups: the worst first.
         total: relative L2 with all layers of the plan at once.
+        rounding: how the codes were chosen, in words.
         kept: pattern-free path -> reason, of layers that the plan leaves in the model's dtype.
     """
 
@@ -68,6 +72,7 @@ class Sensitivity:
     steps: tuple[int, ...]
     groups: tuple[Group, ...]
     total: float
+    rounding: str
     kept: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,6 +112,7 @@ def sensitivity(
         UnsupportedPipelineError: no transformer that is served, or it is converted already.
     """
     from fusedit.calibration import calibrate
+    from fusedit.float8 import choice
     from fusedit.float8.conversion import conversion_of, linear_layers
     from fusedit.models._converted import precisions
     from fusedit.served import denoiser_of
@@ -137,9 +143,11 @@ def sensitivity(
     with torch.no_grad():
         before = [_output(module, call) for call in calls]
         progress.begin("measuring", len(groups) + 1)
+        choices: dict[str, str] = {}
 
         def error(names: Sequence[str]) -> float:
-            with _converted({name: layers[name] for name in names}, found.wanted, seen.samples):
+            with _converted({name: layers[name] for name in names}, found.wanted, seen) as chosen_by:
+                choices.update(chosen_by)
                 made = [_distance(_output(module, call), old) for call, old in zip(calls, before, strict=True)]
             progress.finish_picture()
             return sorted(made)[len(made) // 2]
@@ -165,6 +173,7 @@ def sensitivity(
         tuple(wanted_steps),
         tuple(sorted(rows, key=lambda group: -group.error)),
         total,
+        "; ".join(choice.sentences(choices.values())),
         found.kept,
     )
 
@@ -239,20 +248,24 @@ def _distance(made: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> fl
 
 @contextmanager
 def _converted(
-    layers: Mapping[str, nn.Linear], wanted: Mapping[str, str], samples: Mapping[str, torch.Tensor]
-) -> Iterator[None]:
-    """These layers in their precision inside the block, and the very same weights again behind it."""
+    layers: Mapping[str, nn.Linear], wanted: Mapping[str, str], seen: Calibration
+) -> Iterator[dict[str, str]]:
+    """These layers in their precision inside the block, and the very same weights again behind it.
+
+    Yields:
+        path -> how its codes were chosen.
+    """
     from fusedit.float8.linear import Float8Linear
     from fusedit.float8.rounding import Rounder
 
-    rounder = Rounder(samples, layers)
+    rounder = Rounder(seen.samples, layers, choices=seen.choices)
     done: list[tuple[Float8Linear, torch.Tensor]] = []
     try:
         for path, layer in layers.items():
             weight, codes = layer.weight.data, rounder.codes(path)
             made = Float8Linear.convert(layer, activations=wanted[path] == "fp8", keep=False, codes=codes)
             done.append((made, weight))
-        yield
+        yield {path: rounder.choice(path) for path in layers}
     finally:
         for made, weight in done:
             made.revert(weight)

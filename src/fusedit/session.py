@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from fusedit.calibration import Calibration, calibrate
+from fusedit.calibration import calibrate
 from fusedit.errors import UsageError
-from fusedit.float8 import conversion
+from fusedit.float8 import choice, conversion
 from fusedit.lora import fused as fused_loras
 from fusedit.lora.watching import Watcher
 from fusedit.models import FusedModel
@@ -24,14 +24,14 @@ from fusedit.runtime.inspect_module import inner_reason
 from fusedit.runtime.install import FusedForward, find, install, uninstall
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors([*value.values()])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _foreign_weights(module: nn.Module) -> bool:
@@ -80,6 +80,7 @@ class Session:
         self.model = model(module, plan, self.counters)
         on = [r for r in model.rewrites_of(plan) if r.on(plan) and r.name not in without]
         self.rewrites = [] if refused else on
+        self._rounded = model.rounds(plan)
         self._form = None if refused else model.form_of(module)
         self._takes_loras = model.denoiser and not refused
         self._watcher = Watcher(module, self.model.terms) if self.wanted and self._takes_loras else None
@@ -89,7 +90,7 @@ class Session:
 
     def install(self, pipe: Any, progress: Progress) -> None:
         """Convert what is to be converted, then take the forward; nothing is changed where the former fails."""
-        if not self.fits() and conversion.conversion_of(self.module) is not None:
+        if self.difference() and conversion.conversion_of(self.module) is not None:
             conversion.restore(self.module)  # of a pipeline that is gone
         if self.wanted and conversion.conversion_of(self.module) is None:
             seen = calibrate(pipe, self.module, type(self.model), self.wanted, self.model.plan, progress)
@@ -99,32 +100,38 @@ class Session:
                 self.originals,
                 progress=progress,
                 samples=seen.samples,
-                rounding=seen.words(),
+                choices=seen.choices,
+                rounded=self._rounded,
             )
-            self._count(seen)
+        self._count()
         self._forward = install(self.module)
         self._forward.abandoned = _abandoned
         self._forward.sessions[pipe] = self
         if self._takes_loras:
             fused_loras.install(self.module)
 
-    def _count(self, seen: Calibration) -> None:
-        """Say in the counters what became of the rewrite that rounds codes."""
-        if seen.pictures:
-            self.counters.ran(self.model.rounding)
-        elif seen.reason:
-            self.counters.fell_back(self.model.rounding, seen.reason)
+    def _count(self) -> None:
+        """Say in the counters what became of the rewrite that rounds codes, whichever session converted the weights."""
+        name = self.model.rounding
+        if name not in self._names() or conversion.conversion_of(self.module) is None:
+            return
+        choices = set(conversion.choices_of(self.module))
+        self.counters.forget(name)  # a session that is taken up again has counted before
+        if choice.READ in choices:
+            self.counters.ran(name)
+        for reason in choice.why_nearest(choices):
+            self.counters.fell_back(name, reason)
 
-    def fits(self) -> bool:
-        """Whether the weights are what this session wants, and their originals where it wants them."""
-        return self.fits_with(self.originals)
+    def difference(self, originals: str | None = None) -> str:
+        """What of the weights is not as this session wants it, see `Conversion.difference`; empty where all is.
 
-    def fits_with(self, originals: str) -> bool:
-        """The same, but for where the originals are to be."""
-        made = conversion.conversion_of(self.module)
+        Args:
+            originals: where their originals are to be; None: where this session wants them.
+        """
+        made = conversion.conversion_of(self.module) or conversion.suspended(self.module)
         if made is None:
-            return not self.wanted or conversion.suspended(self.module)
-        return dict(made.wanted) == dict(self.wanted) and made.originals in (originals, "checkpoint")
+            return "precision" if self.wanted else ""
+        return made.difference(self.wanted, self._rounded, originals or self.originals)
 
     def installed(self, pipe: Any) -> bool:
         fused = find(self.module)
@@ -230,7 +237,7 @@ class Session:
             with torch.no_grad():
                 made = self.model.forward(*args, **kwargs)
         if self._watcher is not None and (reason is None or not torch.is_grad_enabled()):  # else it may be training
-            self._watcher.look(run, _tensors([*args, *kwargs.values()])[0])
+            self._watcher.look(run, next(_tensors([*args, *kwargs.values()])))
         return made
 
     def copied_state(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from fusedit.cache.checksum import checksums
 from fusedit.errors import ArgumentError, DeviceMemoryError, RestoreError
-from fusedit.float8 import casting, mark
+from fusedit.float8 import casting, choice, mark
 from fusedit.float8.linear import Float8Linear, quantise_weight
 from fusedit.float8.refusals import why_held
 from fusedit.float8.rounding import Codes, Rounder
@@ -39,17 +39,27 @@ class Conversion:
         wanted: path -> `fp8` or `weights`, of every layer that was converted.
         originals: one of ORIGINALS, or `checkpoint` where the weights were e4m3 when they were loaded.
         source: where the originals are read from again, for `reload`.
-        rounding: how the codes were chosen, for reports.
+        rounded: whether codes were to be rounded for what layers read; of each layer its `choice` says what came of it.
     """
 
     wanted: Mapping[str, str]
     originals: str
     source: Source | None = None
-    rounding: str = ""
+    rounded: bool = False
 
     @property
     def restorable(self) -> bool:
         return self.originals in ("cpu", "reload")
+
+    def difference(self, wanted: Mapping[str, str], rounded: bool, originals: str) -> str:
+        """The first of `precision`, `rounding` and `originals` that a plan wants otherwise; empty where none is."""
+        if dict(self.wanted) != dict(wanted):
+            return "precision"
+        if self.originals == "checkpoint":
+            return ""
+        if self.rounded != rounded:
+            return "rounding"
+        return "" if self.originals == originals else "originals"
 
 
 @dataclass
@@ -60,12 +70,14 @@ class Suspended:
         made: what is to be made again.
         branches: path -> LoRAs that were fused into the layer, and the weight without them.
         codes: path -> what the weight was in e4m3, on the CPU, and the weight's checksum.
+        choices: path -> how these codes were chosen.
         count: how many asked for it and have not taken that back.
     """
 
     made: Conversion
     branches: dict[str, tuple[Any, torch.Tensor]]
     codes: dict[str, tuple[Codes, int]]
+    choices: dict[str, str]
     count: int = 1
 
 
@@ -109,7 +121,8 @@ def convert(
     undo: bool = True,
     samples: Mapping[str, torch.Tensor] | None = None,
     known: Mapping[str, Codes] | None = None,
-    rounding: str = "",
+    choices: Mapping[str, str] | None = None,
+    rounded: bool = False,
 ) -> Conversion:
     """Make the layers of `wanted` e4m3, in place; all of them or, where anything fails, none.
 
@@ -121,7 +134,8 @@ def convert(
         progress: told of every layer.
         samples: path -> [n, K] of what a layer reads, where that is known; see float8/rounding.py.
         known: path -> codes of this very weight, made before.
-        rounding: how that chooses the codes, in words.
+        choices: path -> how that chooses its codes, see float8/choice.py.
+        rounded: whether the plan asked for codes that are rounded for what layers read.
         undo: False lets go of each weight at once under `drop` and `reload`, so that a failure leaves a module that is
             of no use; else all weights are held, on a GPU with no room for that on the CPU, until the last is done.
 
@@ -141,7 +155,7 @@ def convert(
             if layers:
                 largest = max(layers.values(), key=lambda layer: layer.weight.numel()).weight
                 quantise_weight(largest if device is None else largest.to(device))  # room for all the others
-            rounder = Rounder(samples or {}, layers, device, known)
+            rounder = Rounder(samples or {}, layers, device, known, choices)
             for path, layer in layers.items():
                 progress.picture(path)
                 weight = layer.weight.data
@@ -154,6 +168,7 @@ def convert(
                     layer, activations=wanted[path] == "fp8", keep=keep, device=device, codes=codes
                 )
                 made.elsewhere = elsewhere
+                made.choice = rounder.choice(path)
                 progress.finish_picture()
     except BaseException as error:
         _take_back(layers, held)
@@ -165,7 +180,7 @@ def convert(
             f"the weights of {type(module).__name__} cannot be converted ({failure}); nothing was changed, free some "
             "memory or call pipe.enable_model_cpu_offload() first"
         )
-    conversion = Conversion(dict(wanted), originals, source, rounding)
+    conversion = Conversion(dict(wanted), originals, source, rounded)
     _remember(module, conversion)
     return conversion
 
@@ -198,12 +213,6 @@ def _take_back(layers: Mapping[str, nn.Linear], held: Mapping[str, torch.Tensor]
                 weight = held.get(path, layer.original)
                 if weight is not None:
                     layer.revert(weight)
-
-
-def wanted_of(module: nn.Module) -> dict[str, str]:
-    """Path -> precision of every layer that is e4m3 now."""
-    made = conversion_of(module)
-    return {} if made is None else dict(made.wanted)
 
 
 def why_not_restorable(module: nn.Module) -> str | None:
@@ -277,7 +286,7 @@ def restore(module: nn.Module) -> None:
 
 def _again(layer: Float8Linear, roomy: bool) -> Callable[[], None]:
     """What makes a layer, which is to be reverted now, what it is."""
-    own = {name: getattr(layer, name) for name in ("original", "elsewhere", "branches")}
+    own = {name: getattr(layer, name) for name in ("original", "elsewhere", "branches", "choice")}
     activations, dtype, scale = layer.activations, layer.compute_dtype, layer.weight_scale
     codes = layer.weight.data if roomy else layer.weight.data.to("cpu")
 
@@ -303,8 +312,9 @@ def suspend(module: nn.Module) -> None:
         waiting.count += 1
     elif made is not None:
         check_restorable(module)
-        branches, codes = {}, {}
+        branches, codes, choices = {}, {}, {}
         for path, layer in layers_of(module):
+            choices[path] = layer.choice
             first = layer.first() if layer.branches else None
             if first is not None:
                 branches[path] = (layer.branches, first)
@@ -313,7 +323,7 @@ def suspend(module: nn.Module) -> None:
         restore(module)
         stock = _stock_layers(module, made.wanted)
         sums = _sums({path: branches[path][1] if path in branches else stock[path].weight for path in stock})
-        _SUSPENDED[module] = Suspended(made, branches, {path: (codes[path], sums[path]) for path in stock})
+        _SUSPENDED[module] = Suspended(made, branches, {path: (codes[path], sums[path]) for path in stock}, choices)
 
 
 def resume(module: nn.Module) -> None:
@@ -335,8 +345,11 @@ def resume(module: nn.Module) -> None:
             layers[path].weight.data = weight.to(layers[path].weight)
     sums = _sums({path: layer.weight for path, layer in layers.items() if path in waiting.codes})
     known = {path: waiting.codes[path][0] for path, seen in sums.items() if seen == waiting.codes[path][1]}
+    changed = choice.nearest("their weights were changed in a pause")
+    # Without a choice nearest codes were asked for, and all have these.
+    choices = {path: words if path in known else words and changed for path, words in waiting.choices.items()}
     made = waiting.made
-    convert(module, made.wanted, made.originals, known=known, rounding=made.rounding)
+    convert(module, made.wanted, made.originals, known=known, choices=choices, rounded=made.rounded)
     for path, layer in layers_of(module):
         if path in waiting.branches:
             layer.branches = waiting.branches[path][0]
@@ -347,9 +360,10 @@ def _sums(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {path: checksums([weight.detach()])[0] for path, weight in weights.items()}
 
 
-def suspended(module: nn.Module) -> bool:
-    """Whether stock's weights are there for a while only."""
-    return module in _SUSPENDED
+def suspended(module: nn.Module) -> Conversion | None:
+    """What will be made again of a module that has stock's weights for a while only, or None."""
+    waiting = _SUSPENDED.get(module)
+    return None if waiting is None else waiting.made
 
 
 def copied_state(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
@@ -373,7 +387,12 @@ def summary(module: nn.Module) -> list[str]:
         "cpu": f"the originals lie on the CPU ({kept / 2**30:.2f} GiB), restore() gives them back bit for bit",
         "reload": f"restore() reads the originals again from {made.source}",
     }.get(made.originals, f"restore() will raise: {why_not_restorable(module)}")
-    return [words, where, *([made.rounding] if made.rounding else [])]
+    return [words, where, *choice.sentences(choices_of(module))]
+
+
+def choices_of(module: nn.Module) -> list[str]:
+    """How the codes of its converted layers were chosen, by the layer."""
+    return [layer.choice for _, layer in layers_of(module)]
 
 
 def check_originals(value: object) -> str:

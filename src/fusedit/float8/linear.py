@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusedit.errors import UsageError
+from fusedit.float8 import choice
 from fusedit.float8.products import quantise, scaled
+from fusedit.float8.source import Elsewhere
 from fusedit.ops._fp8 import quantized
 from fusedit.runtime.install import rebind
 
@@ -47,6 +49,7 @@ class Float8Linear(nn.Linear):
         original: the weight it was made of, on the CPU, or None.
         elsewhere: reads the weight it was made of, where that is not kept here, or None.
         branches: name -> low-rank pairs (down [R, K], up [N, R], scale) that are added: LoRAs that were fused into it.
+        choice: how its codes were chosen, see `fusedit.float8.choice`.
     """
 
     stock_kind: ClassVar[type[nn.Module]] = nn.Linear
@@ -54,8 +57,9 @@ class Float8Linear(nn.Linear):
     compute_dtype: torch.dtype
     activations: bool
     original: Tensor | None
-    elsewhere: Callable[[], Tensor] | None
+    elsewhere: Elsewhere | None
     branches: dict[str, list[tuple[Tensor, Tensor, float]]]
+    choice: str
 
     @staticmethod
     def convert(
@@ -92,7 +96,7 @@ class Float8Linear(nn.Linear):
         """Give a layer of this class what an nn.Linear has not."""
         self.register_buffer("weight_scale", scale)
         self.compute_dtype, self.activations = compute_dtype, activations
-        self.original, self.elsewhere, self.branches = None, None, {}
+        self.original, self.elsewhere, self.branches, self.choice = None, None, {}, ""
 
     def revert(self, weight: Tensor) -> None:
         """Make this very layer an nn.Linear again, with this weight in the compute dtype, and branches added to it."""
@@ -190,21 +194,41 @@ class Float8Linear(nn.Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Codes with their scale as they are; a weight of another dtype is quantised, and kept if the first one was."""
+        """Codes with their scale as they are; a weight of another dtype is quantised, and kept if the first one was.
+
+        The very weight that the layer was made of, or the codes that it has, change nothing.
+        """
         given, scale = state_dict.get(prefix + "weight"), state_dict.get(prefix + "weight_scale")
         if given is not None and given.dtype is CODES and scale is None:
             error_msgs.append(f"{prefix}weight is e4m3 without {prefix}weight_scale; its values are not known")
             return
         if given is not None and given.dtype is not CODES and given.shape == self.weight.shape:
-            if self.original is not None or self.elsewhere is not None:
-                self.original, self.elsewhere = given.detach().to("cpu", copy=True), None
-            codes, scale = quantise_weight(given.to(self.weight.device, self.compute_dtype))
+            if self._made_of(given):
+                codes, scale = self.weight.data, self.weight_scale
+            else:
+                if self.original is not None or self.elsewhere is not None:
+                    self.original, self.elsewhere = given.detach().to("cpu", copy=True), None
+                codes, scale = quantise_weight(given.to(self.weight.device, self.compute_dtype))
+                # Without a choice nearest codes were asked for, and these are.
+                self.choice = self.choice and choice.nearest("their weights were loaded after the conversion")
             state_dict = {**state_dict, prefix + "weight": codes, prefix + "weight_scale": scale}
-        elif given is not None and given.shape == self.weight.shape:
+        elif given is not None and given.shape == self.weight.shape and not self._has(given, scale):
             self.original = self.elsewhere = None  # the codes are all there is now
+            self.choice = choice.LOADED
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+    def _has(self, codes: Tensor, scale: Tensor | None) -> bool:
+        """Whether these are its codes."""
+        return scale is not None and _same_bits(codes, self.weight) and _same_bits(scale, self.weight_scale)
+
+    def _made_of(self, weight: Tensor) -> bool:
+        """Whether a stock layer that loads this weight would hold what restore() gives back anyway."""
+        given = weight.detach().to(self.compute_dtype)
+        if self.original is not None:
+            return _same_bits(given, self.original.to(self.compute_dtype))
+        return self.elsewhere is not None and self.elsewhere.same(given)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy or pickle is the stock layer where the original weight can be had, else a Float8Linear."""
@@ -224,8 +248,16 @@ class Float8Linear(nn.Linear):
         return f"{super().extra_repr()}, e4m3, {'activations too' if self.activations else 'weights only'}"
 
 
-_OWN: Final = ("compute_dtype", "activations", "original", "elsewhere", "branches")
+_OWN: Final = ("compute_dtype", "activations", "original", "elsewhere", "branches", "choice")
 """Attributes that an nn.Linear has not."""
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Also of NaN, and not of 0 and -0."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape) or a.is_meta or b.is_meta:
+        return False
+    a, b = (t.detach().contiguous().view(torch.uint8) for t in (a, b))
+    return torch.equal(a.to(b.device), b)
 
 
 def _revived(state: dict[str, Any], requires_grad: bool) -> Float8Linear:

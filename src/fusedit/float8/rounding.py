@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from fusedit.float8 import choice
 from fusedit.float8.round_panel import PANEL, round_panel
 from fusedit.ops._fp8 import E4M3_MAX
 
@@ -33,6 +34,9 @@ class Moments:
 
     Args:
         samples: [n, K] of any floating dtype and device, n of any size.
+
+    Attributes:
+        reason: why nothing can be rounded for them, or empty.
     """
 
     def __init__(self, samples: Tensor) -> None:
@@ -50,9 +54,13 @@ class Moments:
         least = own.mean(1, keepdim=True).clamp_min(1e-30) * 1e-4  # inputs that are always 0 among the samples
         moments.diagonal(dim1=1, dim2=2).add_(DAMPING * own + least)
         # H^-1 = U^T U with U upper triangular: of the flipped H = L L^T, U is the flipped L^-1.
-        lower = torch.linalg.cholesky(moments.flip(1, 2))
+        lower, failed = torch.linalg.cholesky_ex(moments.flip(1, 2))
         one = torch.eye(own.shape[1], device=own.device).expand_as(lower)
         self.factor = torch.linalg.solve_triangular(lower, one, upper=False).flip(1, 2).contiguous()
+        self.reason = ""
+        if bool(failed.any()) or not bool(self.factor.isfinite().all()):  # no promise that NaN is a failure
+            finite = bool(moments.isfinite().all())
+            self.reason = f"the second moments of what they read are not {'positive definite' if finite else 'finite'}"
 
     def round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """weight [N, K] -> e4m3 codes [N, K] and scale fp32 [N], amax of each row over 448."""
@@ -82,6 +90,7 @@ class Rounder:
         layers: path -> layer, in the order in which they are asked for.
         device: where; None: where the weights lie.
         known: path -> codes that were made before.
+        choices: path -> how its codes are chosen with these, see float8/choice.py.
     """
 
     def __init__(
@@ -90,22 +99,30 @@ class Rounder:
         layers: Mapping[str, nn.Linear],
         device: torch.device | None = None,
         known: Mapping[str, Codes] | None = None,
+        choices: Mapping[str, str] | None = None,
     ) -> None:
         self.layers, self.device = layers, device
-        self._samples = {path: samples[path] for path, layer in layers.items() if _usable(samples.get(path), layer)}
         self._made: dict[str, Codes] = dict(known or {})
+        given = {path: samples[path] for path in layers if path in samples and path not in self._made}
+        self._samples = {path: rows for path, rows in given.items() if _usable(rows, layers[path])}
         self._moments: dict[int, Moments] = {}
+        misfits = dict.fromkeys(given.keys() - self._samples.keys(), choice.nearest("the samples are not theirs"))
+        self._choices = dict(choices or {}) | misfits
 
     def codes(self, path: str) -> Codes | None:
-        """Codes and scale of this layer where its weight lies, or None where its inputs are not known."""
-        if path not in self._made:
-            if path not in self._samples:
-                return None
+        """Codes and scale of this layer where its weight lies, or None: then the nearest ones are right."""
+        if path in self._samples:
             with torch.autocast((self.device or self.layers[path].weight.device).type, enabled=False):
                 self._round(path)
+        if path not in self._made:
+            return None
         codes, scale = self._made.pop(path)
         where = self.layers[path].weight.device
         return codes.to(where), scale.to(where)
+
+    def choice(self, path: str) -> str:
+        """How the codes of this layer, which were asked for, were chosen."""
+        return self._choices.get(path, "")
 
     def _round(self, first: str) -> None:
         """This layer and the next ones that read the same, as many as fit."""
@@ -121,6 +138,9 @@ class Rounder:
         moments = self._moments.pop(id(samples), None) or Moments(samples.to(device))
         if any(other is samples for other in self._samples.values()):
             self._moments[id(samples)] = moments
+        if moments.reason:
+            self._choices |= dict.fromkeys(chosen, choice.nearest(moments.reason))
+            return
         weights = [self.layers[path].weight.data.to(device) for path in chosen]
         codes, scale = moments.round(torch.cat(weights))
         rows = [len(weight) for weight in weights]
@@ -128,10 +148,5 @@ class Rounder:
         self._made |= {path: (c.clone(), s.clone()) for path, (c, s) in zip(chosen, parts, strict=True)}
 
 
-def _usable(samples: Tensor | None, layer: nn.Linear) -> bool:
-    return (
-        samples is not None
-        and samples.shape[1] == layer.in_features
-        and len(samples) > 0
-        and bool(torch.isfinite(samples).all())
-    )
+def _usable(samples: Tensor, layer: nn.Linear) -> bool:
+    return samples.shape[1] == layer.in_features and len(samples) > 0

@@ -34,6 +34,10 @@ class Elsewhere:
     def of(cls, source: Source, path: str, weight: torch.Tensor) -> Elsewhere:
         return cls(source, path, checksums([weight])[0])
 
+    def same(self, weight: torch.Tensor) -> bool:
+        """Whether this is that weight, by its checksum: without reading the file."""
+        return weight.dtype == self.source.dtype and checksums([weight])[0] == self.checksum
+
     def __call__(self) -> torch.Tensor:
         """The weight, on the CPU.
 

@@ -84,13 +84,19 @@ def precisions(
         made.blocking = _against_checkpoint(
             plan, name, [r for r in fp8 if r != model.rounding and not plan.enabled(r, "fp8")]
         )
-    elif others and dict(there.wanted) != made.wanted:
-        made.blocking = f"another pipeline that shares {name} converted its weights by another plan; restore that first"
-    elif others and there.originals != originals:
-        made.blocking = (
-            f"another pipeline that shares {name} has originals={there.originals!r}, not {originals!r}; give the same"
-        )
+    elif others:
+        rounded = model.rounds(plan)
+        why = {
+            "precision": "converted its weights by another plan; restore that first",
+            "rounding": f"has {model.rounding} {_on(not rounded)}, not {_on(rounded)}; give the same",
+            "originals": f"has originals={there.originals!r}, not {originals!r}; give the same",
+        }.get(there.difference(made.wanted, rounded, originals))
+        made.blocking = None if why is None else f"another pipeline that shares {name} {why}"
     return made
+
+
+def _on(on: bool) -> str:
+    return "on" if on else "off"
 
 
 def _against_checkpoint(plan: Plan, name: str, off: list[str]) -> str | None:

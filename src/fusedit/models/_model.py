@@ -239,6 +239,11 @@ class FusedModel(ABC):
         replaced = {rewrite.replaces for rewrite in known if rewrite.on(plan)}
         return tuple(rewrite for rewrite in known if rewrite.name not in replaced)
 
+    @classmethod
+    def rounds(cls, plan: Plan) -> bool:
+        """Whether the plan has codes rounded for what their layers read."""
+        return bool(cls.rounding) and plan.enabled(cls.rounding, "fp8")
+
     def hoisted(
         self, rewrite: str, inputs: tuple[torch.Tensor, ...], owner: nn.Module, compute: Callable[[], Any]
     ) -> Any:

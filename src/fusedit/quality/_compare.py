@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedit.defaults import guidance_note, model_name, request_for
-from fusedit.drawing import device_of
+from fusedit.drawing import device_of, rest
 from fusedit.environment import environment
 from fusedit.errors import ArgumentError, UnsupportedPipelineError
 from fusedit.plan import Plan
@@ -119,7 +119,7 @@ def compare(
         guilt = _search(bench, chosen, pairs, gates, verdict, report) if search and not verdict.passed else None
     finally:
         bench.handle.restore()
-        _rest(pipe)
+        rest(pipe)
     drawn = requests[0].steps if bench.laps["fused"] else 0
     return Comparison(
         model=model_name(pipe),
@@ -169,6 +169,9 @@ def _search(
     bench.progress.begin("looking for the guilty rewrite", len(names))
 
     def good_without(off: tuple[str, ...]) -> bool:
+        # A try that leaves precision and rounding alone finds the weights converted already. The others convert anew,
+        # and look anew at what layers read where they round: two tries of a search of some forty. Keeping what was read
+        # would save their small pictures, and cost 6 GB of CPU memory for FLUX.1-dev in every comparison.
         bench.handle = accelerate(bench.pipe, plan.without(*off), strict=False)
         drawn = bench.attempt("fused", worst, f"without {', '.join(off)[:48]}")
         if isinstance(drawn, Failure) or drawn.pixels.shape != stock_pixels.shape:
@@ -221,10 +224,3 @@ def _check_pipe(pipe: Any) -> None:
         )
     if getattr(pipe, "transformer", None) is None:
         raise ArgumentError(f"this {type(pipe).__name__} has no transformer loaded; load the whole pipeline")
-
-
-def _rest(pipe: Any) -> None:
-    """Offloaded components go back to where they wait, as after a call of the caller's own pipeline."""
-    hooks = getattr(pipe, "maybe_free_model_hooks", None)
-    if hooks is not None:
-        hooks()

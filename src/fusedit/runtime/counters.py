@@ -21,6 +21,11 @@ class Counters:
     def fell_back(self, rewrite: str, reason: str) -> None:
         self.stock[rewrite][reason] += 1
 
+    def forget(self, rewrite: str) -> None:
+        """Begin at 0 again."""
+        self.fused.pop(rewrite, None)
+        self.stock.pop(rewrite, None)
+
     def all_fell_back(self, rewrites: Iterable[str], reason: str) -> None:
         for rewrite in rewrites:
             self.fell_back(rewrite, reason)

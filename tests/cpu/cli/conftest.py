@@ -59,8 +59,9 @@ class Shell:
 
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: dict[str, Path]) -> Shell:
-    from fusedit import loading
+    from fusedit import loading, progress
 
+    monkeypatch.setattr(progress, "QUIET", float("inf"))  # on a slow machine a short run is a long one
     monkeypatch.setattr(loading, "embedded_models", lambda: dict(models))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

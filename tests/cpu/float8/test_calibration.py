@@ -13,6 +13,7 @@ from torch import nn
 import fusedit
 from fusedit import calibration
 from fusedit.calibration import calibrate
+from fusedit.float8 import choice
 from fusedit.float8.conversion import linear_layers
 from fusedit.float8.linear import quantise_weight
 from fusedit.models import registry
@@ -22,6 +23,7 @@ from fusedit.progress import Progress
 
 CALL = {"width": 64, "height": 64, "num_inference_steps": 2, "output_type": "latent"}
 NAMES = {"tiny-flux": "flux", "tiny-z-image": "z_image"}
+NAN = "what they read in the pictures holds NaN or infinity"
 
 
 @pytest.fixture(params=list(NAMES))
@@ -47,6 +49,13 @@ def seen(pipe: Any, plan: Plan | None = None) -> calibration.Calibration:
     return calibrate(pipe, pipe.transformer, model_of(pipe), wanted, chosen)
 
 
+def reasons(pipe: Any) -> list[str]:
+    """Why layers get the nearest codes; no layer may be rounded for what it read."""
+    choices = set(seen(pipe).choices.values())
+    assert choice.READ not in choices
+    return choice.why_nearest(choices)
+
+
 def draw(pipe: Any, prompt: str = "a fox") -> torch.Tensor:
     made: torch.Tensor = pipe(prompt, generator=torch.Generator().manual_seed(5), **CALL).images
     return made
@@ -60,8 +69,7 @@ def test_every_layer_is_looked_at_and_those_of_one_input_share_it(pipe: Any) -> 
     found = seen(pipe)
     wanted = precisions(pipe.transformer, model_of(pipe), Plan.of("fp8")).wanted
     assert set(found.samples) == set(wanted)
-    assert found.pictures == len(wanted)
-    assert not found.reason
+    assert found.choices == dict.fromkeys(wanted, choice.READ)
     layers = dict(linear_layers(pipe.transformer))
     for path, rows in found.samples.items():
         assert rows.shape[1] == layers[path].in_features
@@ -119,7 +127,7 @@ def test_outputs_come_nearer_to_stock(pipe: Any, monkeypatch: pytest.MonkeyPatch
         errors.append(relative(outputs(pipe, calls), stock))
         site = {s.site: s.fused for s in handle.report().rewritten}
         assert site.get(model_of(pipe).rounding, 0) == int(on)
-        assert any("rounded for what these read" in note for note in handle.report().notes) == on
+        assert any("rounded for what they read" in note for note in handle.report().notes) == on
         handle.restore()
     assert errors[1] < 0.9 * errors[0], errors
 
@@ -163,7 +171,8 @@ def test_pipelines_that_cannot_draw_are_said_to_have_nearest_codes(pipe: Any) ->
     reason = "without tokenizer the pipeline cannot draw from a prompt"
     (site,) = (s for s in handle.report().rewritten if s.site == model_of(pipe).rounding)
     assert (site.fused, site.reasons) == (0, {reason: 1})
-    assert f"transformer: codes of products are the nearest ones: {reason}" in handle.report().notes
+    products = sum(layer.activations for layer in converted(pipe).values())
+    assert f"transformer: the codes of {products} layers are the nearest ones: {reason}" in handle.report().notes
     for path, layer in converted(pipe).items():
         if layer.activations:
             original = layer.original
@@ -178,9 +187,7 @@ def test_a_pipeline_that_fails_says_why(pipe: Any, monkeypatch: pytest.MonkeyPat
         raise ValueError("no such thing\nand more")
 
     monkeypatch.setattr(type(pipe), "encode_prompt", fail)
-    found = seen(pipe)
-    assert found.reason == "drawing pictures for them failed (ValueError: no such thing)"
-    assert found.pictures == 0
+    assert reasons(pipe) == ["drawing pictures for them failed (ValueError: no such thing)"]
     assert not any(m._forward_pre_hooks for m in pipe.transformer.modules())
 
 
@@ -189,15 +196,13 @@ def test_an_exception_without_words(pipe: Any, monkeypatch: pytest.MonkeyPatch) 
         raise AssertionError
 
     monkeypatch.setattr(type(pipe), "encode_prompt", fail)
-    assert seen(pipe).reason == "drawing pictures for them failed (AssertionError)"
+    assert reasons(pipe) == ["drawing pictures for them failed (AssertionError)"]
 
 
 def test_pictures_of_nan_are_said(pipe: Any) -> None:
     for p in pipe.transformer.parameters():
         p.data.fill_(torch.nan)
-    found = seen(pipe)
-    assert found.pictures == 0
-    assert found.reason == "the pictures for them came out as NaN"
+    assert reasons(pipe) == [NAN]
 
 
 def test_a_pause_in_inference_mode_leaves_ordinary_tensors(pipe: Any) -> None:
@@ -209,7 +214,8 @@ def test_a_pause_in_inference_mode_leaves_ordinary_tensors(pipe: Any) -> None:
 
 def test_a_large_model_on_a_cpu_is_not_drawn_with(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "LARGEST_ON_A_CPU", 1000)
-    assert "weights on a CPU takes too long; move the pipeline to a GPU before that" in seen(pipe).reason
+    (reason,) = reasons(pipe)
+    assert "weights on a CPU takes too long; move the pipeline to a GPU before that" in reason
 
 
 def test_other_pipelines_are_named() -> None:
@@ -217,7 +223,7 @@ def test_other_pipelines_are_named() -> None:
 
     pipe: Any = fusedit.load("tiny-flux", dtype="fp32", device="cpu")
     other: Any = FluxImg2ImgPipeline(**pipe.components)
-    assert seen(other).reason == "FluxImg2ImgPipeline needs more than a prompt to draw"
+    assert reasons(other) == ["FluxImg2ImgPipeline needs more than a prompt to draw"]
     told = seen(other).samples
     assert told
     assert all("norm" in path for path in told), "what modulation reads is known without a picture"
@@ -225,8 +231,8 @@ def test_other_pipelines_are_named() -> None:
 
 def test_the_plan_may_switch_it_off(pipe: Any) -> None:
     found = seen(pipe, Plan(base="fp8", rewrites={model_of(pipe).rounding: False}))
-    assert (found.pictures, found.reason) == (0, "")
-    assert found.words() == ""
+    assert set(found.choices.values()) <= {choice.MADE_UP}
+    assert set(found.choices) == set(found.samples)
 
 
 def test_loras_are_left_out(pipe: Any) -> None:
@@ -242,7 +248,7 @@ def test_loras_are_left_out(pipe: Any) -> None:
 def test_nan_weights_are_not_our_error(pipe: Any) -> None:
     layer = next(m for m in pipe.transformer.modules() if isinstance(m, nn.Linear))
     layer.weight.data[0] = torch.nan
-    assert seen(pipe).reason == "the pictures for them came out as NaN"
+    assert reasons(pipe) == [NAN]
     fusedit.accelerate(pipe, "fp8").restore()
 
 
@@ -289,3 +295,45 @@ def test_an_interruption_leaves_the_pipeline_as_it_was(pipe: Any) -> None:
     assert not converted(pipe)
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in pipe.transformer.modules())
     fusedit.accelerate(pipe, "fp8").restore()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_offloaded_components_at_rest(
+    pipe: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe.enable_model_cpu_offload(device="cpu")
+    drawn, rested = iter(range(100)), 0
+    free = type(pipe).maybe_free_model_hooks
+
+    def fail(*_: Any) -> None:
+        if next(drawn) == 3:  # in the second picture
+            raise error
+
+    def counted(self: Any) -> None:
+        nonlocal rested
+        rested += 1
+        free(self)
+
+    monkeypatch.setattr(type(pipe), "maybe_free_model_hooks", counted)
+    own, scheduler = set(vars(pipe)), dict(vars(pipe.scheduler))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(pipe.scheduler), "step", wrapped(type(pipe.scheduler).step, fail))
+        if error is RuntimeError:
+            assert reasons(pipe) == ["drawing pictures for them failed (RuntimeError)"]
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                seen(pipe)
+    assert rested == 2, "after the first picture stock does it, after the second nobody else would"
+    assert set(vars(pipe)) == own
+    now = vars(pipe.scheduler)
+    assert now.keys() == scheduler.keys()
+    assert all(now[key] is value for key, value in scheduler.items())
+    draw(pipe)
+
+
+def wrapped(function: Any, before: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return function(*args, **kwargs)
+
+    return run

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.whole_pipes import flux_pipe
 
 import fusedit
-from fusedit import ops
+from fusedit import calibration, ops
 from fusedit.errors import RestoreError, UnsupportedPipelineError
+from fusedit.float8.rounding import Moments
 from fusedit.models import registry
 from fusedit.plan import Plan
 from fusedit.quality import compare
@@ -74,3 +76,34 @@ def test_the_guilty_rewrite_of_the_tier_is_named(monkeypatch: pytest.MonkeyPatch
     assert not result.verdict.passed
     assert result.guilt is not None
     assert "z_image.fp8" in result.guilt.rewrites, result.guilt.sentence
+
+
+def test_a_search_finds_bad_rounding_and_draws_for_codes_only_where_others_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe: Any = flux_pipe()
+    right, draw, drawn = Moments.round, calibration._drawn, []
+
+    def spoiled(self: Moments, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scale = right(self, weight)
+        return codes.view(torch.uint8).flip(0).view(codes.dtype), scale
+
+    def counted(pipe: Any, module: Any, layers: Any, progress: Any) -> Any:
+        drawn.append(len(layers))
+        return draw(pipe, module, layers, progress)
+
+    monkeypatch.setattr(Moments, "round", spoiled)
+    monkeypatch.setattr(
+        registry()["flux"], "typical", classmethod(lambda *_: None)
+    )  # else modulation is rounded anyway
+    monkeypatch.setattr(calibration, "_drawn", counted)
+    others = (r.name for model in registry().values() for r in model.rewrites if r.tier == "exact")
+    plan = Plan(base="fp8").without(*others)
+    result = compare(pipe, ["red fox"], plan=plan, seeds=[0], width=48, height=32, steps=2, min_psnr=55)
+    assert result.guilt is not None
+    tried = dict(result.guilt.tried)
+    assert tried == {"flux.fp8": False, "flux.fp8_rounding": True, "flux.fp8_modulation": False}
+    assert result.guilt.rewrites == ("flux.fp8_rounding",)
+    every, *others_drawn = drawn
+    assert len(others_drawn) == 2, "without the products, and without the modulation"
+    assert sum(others_drawn) == every

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support import whole_pipes
 from support.fp8 import bits, converted
 from support.whole_pipes import SMALL
 from typer.testing import CliRunner
 
 import fusedit
+from fusedit import calibration
+from fusedit.cli_fp8 import print_sensitivity
 from fusedit.defaults import request_for
 from fusedit.errors import ArgumentError, PlanError, UnsupportedPipelineError
+from fusedit.float8 import choice
 from fusedit.float8.linear import Float8Linear
 from fusedit.plan import Plan
 from fusedit.sensitivity import GROUPS, Sensitivity, sensitivity
@@ -110,6 +115,20 @@ def test_a_group_whose_error_is_not_finite_comes_first(monkeypatch: pytest.Monke
     assert found.groups[0].name == "single_transformer_blocks.0.proj_mlp"
     assert found.groups[0].error == found.total == float("inf")
     json.loads(json.dumps(found.to_dict()), parse_constant=lambda _: None)
+
+
+def test_it_says_how_codes_were_chosen_and_why_not_better(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measure(pipe)
+    layers = sum(group.layers for group in found.groups)
+    assert found.rounding == f"the codes of {layers} layers are {choice.READ}"
+    monkeypatch.setattr(calibration, "LARGEST_ON_A_CPU", 1000)
+    found = measure(pipe)
+    assert "layers are the nearest ones: drawing with" in found.rounding
+    assert "weights on a CPU takes too long; move the pipeline to a GPU before that" in found.rounding
+    assert found.to_dict()["rounding"] == found.rounding
+    out = io.StringIO()
+    print_sensitivity(found, Console(file=out, width=300))
+    assert found.rounding in out.getvalue()
 
 
 def test_the_commands(flux_folders: Any, tmp_path: Path) -> None:
