@@ -5,7 +5,7 @@ whenever other LoRAs are active than before, or the same ones at another scale, 
 a call of it computes it, and as `runtime/terms.py` has packed it for the fused products. `probing.py` says what must
 hold, `probes.py` asks.
 
-Two calls and some three launches a layer, and two reads of all weights; the host waits once, for all numbers together.
+Two calls and five or six launches a layer, and two reads of all weights; the host waits once, for all numbers together.
 """
 
 from __future__ import annotations
