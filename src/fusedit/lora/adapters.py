@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fusedit.lora.making import Change, Maker, description, is_float8
+from fusedit.lora.paths import place, submodule
 
 _PACKAGES: Final = ("torch", "diffusers", "fusedit")
 # What a peft LoRA layer knows of each of its adapters.
@@ -55,7 +56,7 @@ def why_not(module: nn.Module, path: str, change: Change) -> str | None:
     """Why the layer at this path, whose shape fits, cannot take this change; None: it can."""
     from peft.tuners.lora import Linear
 
-    found: Any = module.get_submodule(path)
+    found: Any = submodule(module, path)
     layer = found
     if hasattr(found, "base_layer"):
         if type(found) is not Linear:
@@ -97,26 +98,31 @@ class Injection:
         compute = _dtype_of(self.module)
         with torch.inference_mode(False), torch.no_grad():
             for path, change in self.changes.items():
-                found: Any = self.module.get_submodule(path)
+                found: Any = submodule(self.module, path)
                 made = maker.layer(getattr(found, "base_layer", found), change, compute)
                 self._fresh.append((path, found, made))
 
     def put(self) -> None:
         """Put them in, active beside those that are active already."""
-        module, active = self.module, active_in(self.module)
+        there = [layer for _, layer in tuner_layers(self.module)]
+        names = [*(there[0].active_adapters if there else ()), self.name]
+        changed = []
         try:
             for path, found, made in self._fresh:
                 if hasattr(found, "base_layer"):
                     self._join(found, made)
+                    changed.append(found)
                 else:
                     self._replace(path, found, made)
+                    made._active_adapter = names  # no more: it was made frozen
+                    changed.append(made)
             self._register()
-            self._activate([*active, self.name])
+            self._activate(there, names)
         except BaseException:
             self.take_back()
             raise
         self._fresh.clear()
-        for _, layer in tuner_layers(module):
+        for layer in changed:
             layer.set_scale(self.name, self.scale)
 
     def take_back(self) -> None:
@@ -125,20 +131,14 @@ class Injection:
             self._undo.pop()()
 
     def _replace(self, path: str, found: nn.Module, made: nn.Module) -> None:
-        parent, key = _place(self.module, path)
+        parent, key = place(self.module, path)
         self._undo.append(lambda: setattr(parent, key, found))
         setattr(parent, key, made)
 
     def _join(self, found: Any, made: Any) -> None:
         """Move the adapter of a LoRA layer just made into the one that is there."""
 
-        def undo() -> None:
-            for attribute in _OF_ADAPTER:
-                entries = getattr(found, attribute)
-                if self.name in entries:
-                    del entries[self.name]
-
-        self._undo.append(undo)
+        self._undo.append(lambda: _forget(found, self.name))
         for attribute in _OF_ADAPTER:
             entries = getattr(made, attribute)
             if self.name in entries:
@@ -154,8 +154,8 @@ class Injection:
         space["peft_config"] = {**space.get("peft_config", {}), self.name: self.config}
         space["_hf_peft_config_loaded"] = True
 
-    def _activate(self, names: list[str]) -> None:
-        for _, layer in tuner_layers(self.module):
+    def _activate(self, layers: list[Any], names: list[str]) -> None:
+        for layer in layers:
             self._undo.append(lambda a=layer, was=layer._active_adapter: setattr(a, "_active_adapter", was))  # type: ignore[misc]
             layer.set_adapter(names, inference_mode=True)
 
@@ -186,12 +186,15 @@ class Settings:
 def eject(module: nn.Module, name: str) -> None:
     """Take an adapter out. A layer that has no other is the very layer again that it was before any."""
     for path, layer in tuner_layers(module):
-        layer.set_adapter([other for other in layer.active_adapters if other != name], inference_mode=True)
-        if name in adapters_in(layer):
-            layer.delete_adapter(name)
-        if not adapters_in(layer):
-            parent, key = _place(module, path)
+        own = adapters_in(layer)
+        if own <= {name}:
+            _forget(layer, name)  # so that nobody who holds the layer holds the matrices
+            parent, key = place(module, path)
             setattr(parent, key, layer.base_layer)
+            continue
+        layer.set_adapter([other for other in layer.active_adapters if other != name], inference_mode=True)
+        if name in own:
+            layer.delete_adapter(name)
     space = module.__dict__
     left = {other: config for other, config in space.get("peft_config", {}).items() if other != name}
     if left:
@@ -201,14 +204,17 @@ def eject(module: nn.Module, name: str) -> None:
             space.pop(attribute, None)
 
 
+def _forget(layer: Any, name: str) -> None:
+    """Take all that a layer has of an adapter; which ones are active stays."""
+    for attribute in _OF_ADAPTER:
+        entries = getattr(layer, attribute)
+        if name in entries:
+            del entries[name]
+
+
 def active_in(module: nn.Module) -> list[str]:
     """Names of the active adapters, as diffusers answers it: those of the first layer."""
     return next((list(layer.active_adapters) for _, layer in tuner_layers(module)), [])
-
-
-def _place(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    parent, _, key = path.rpartition(".")
-    return module.get_submodule(parent), key
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:

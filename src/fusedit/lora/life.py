@@ -24,6 +24,7 @@ from fusedit.lora.fused import restorable, unfuse
 from fusedit.lora.layers import LoraFile
 from fusedit.lora.overwrite import Overwrite, check_resettable, reset
 from fusedit.lora.parsing import parse, read
+from fusedit.lora.paths import below
 from fusedit.lora.record import LoraReport, components, remember
 from fusedit.lora.verifier import verify_loaded
 from fusedit.runtime.install import find
@@ -228,6 +229,8 @@ def _allowed(name: str) -> bool:
 
 def _regroup(module: nn.Module) -> None:
     """Under group offload, let the groups know of the layers that came and went, as diffusers does."""
+    if not any(getattr(child.__dict__.get("_diffusers_hook"), "hooks", None) for child in below(module)):
+        return  # diffusers' own look for such a hook takes five times as long
     from diffusers.hooks import group_offloading
 
     group_offloading._maybe_remove_and_reapply_group_offloading(module)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fusedit.lora.blanks import Blank, linear
 from fusedit.lora.layers import LoraLayer
 
 _FLOAT8: Final = frozenset(
@@ -49,8 +50,12 @@ class Maker:
         plain = copy.copy(config)  # a bias and DoRA are added to those layers that have one
         plain.use_dora = plain.lora_bias = False
         with torch.device("meta"):
-            self._pattern = Linear(nn.Linear(1, 1), name, plain, r=1, lora_alpha=1)
+            pattern: Any = Linear(nn.Linear(1, 1), name, plain, r=1, lora_alpha=1)
+            self._linear = Blank(nn.Linear(1, 1))
         self._name = name
+        self._layer = Blank(pattern)
+        self._parts = {key: Blank(child) for key, child in pattern._modules.items() if key != "base_layer"}
+        self._dropout = Blank(nn.Identity())
 
     def layer(self, base: Any, change: Change, compute: torch.dtype) -> Any:
         """A LoRA layer around `base`, which is not changed.
@@ -66,11 +71,12 @@ class Maker:
             return nn.Parameter(t.detach().to(base.weight.device, dtype, copy=True).contiguous(), requires_grad=False)
 
         made = self._like_pattern(base)
-        made.in_features, made.out_features = base.in_features, base.out_features
+        space, parts = made.__dict__, made._modules
+        space["in_features"], space["out_features"] = base.in_features, base.out_features
         made.r[name], made.lora_alpha[name] = layer.rank, layer.rank if layer.alpha is None else layer.alpha
         made.scaling[name] = layer.scale
-        made.lora_A[name] = _linear(own(layer.down), base.training)
-        made.lora_B[name] = _linear(own(layer.up), base.training)
+        for half, matrix in (("lora_A", layer.down), ("lora_B", layer.up)):
+            parts[half]._modules[name] = linear(self._linear, own(matrix), base.training)
         if change.bias is not None:
             made.lora_B[name].bias = own(change.bias / layer.scale)  # peft scales it too
             made.lora_bias[name] = True
@@ -82,10 +88,11 @@ class Maker:
 
     def _like_pattern(self, base: nn.Module) -> Any:
         """Another layer with the attributes of the pattern and empty containers of its own, around `base`."""
-        made = _blank(self._pattern, base.training)
-        for key, child in self._pattern._modules.items():
-            made._modules[key] = base if key == "base_layer" else _blank(child, base.training)
-        made._modules["lora_dropout"][self._name] = nn.Identity().train(base.training)
+        training = base.training
+        made = self._layer(training)
+        made._modules["base_layer"] = base
+        made._modules |= {key: part(training) for key, part in self._parts.items()}
+        made._modules["lora_dropout"]._modules[self._name] = self._dropout(training)
         return made
 
 
@@ -107,27 +114,3 @@ def description(changes: Mapping[str, Change]) -> Any:
         init_lora_weights=False,
         inference_mode=True,
     )
-
-
-def _blank(pattern: Any, training: bool) -> Any:
-    """A module of the same class with the plain attributes of `pattern` and nothing in it."""
-    kind: Any = type(pattern)
-    made = kind.__new__(kind)
-    nn.Module.__init__(made)
-    space = made.__dict__
-    for key, value in pattern.__dict__.items():
-        if key not in space:
-            space[key] = copy.copy(value) if isinstance(value, dict | list) else value
-    space["training"] = training
-    return made
-
-
-def _linear(weight: nn.Parameter, training: bool) -> nn.Linear:
-    """A linear layer of this weight [N, K], without drawing the random numbers that its constructor draws."""
-    made = nn.Linear.__new__(nn.Linear)
-    nn.Module.__init__(made)
-    made.out_features, made.in_features = weight.shape
-    made.weight = weight
-    made.register_parameter("bias", None)
-    made.__dict__["training"] = training
-    return made

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fusedit.errors import LoraError
 from fusedit.lora.keys import split
 from fusedit.lora.layers import LoraFile, LoraLayer
+from fusedit.lora.paths import submodule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -77,8 +78,8 @@ def _match(
     found: dict[str, str | None] = {}
     wider: dict[str, int] = {}
     for path, layer in layers.items():
-        found[path] = _misfit(path, layer, module)
         shape, inputs = _shape(path, module), layer.down.shape[1]
+        found[path] = _misfit(shape, layer, module)
         if shape is not None and layer.up.shape[0] == shape[0] and inputs > shape[1]:
             wider[path] = inputs
     for name, value in extra.items():
@@ -94,9 +95,9 @@ def _match(
     )
 
 
-def _misfit(path: str, layer: LoraLayer, module: nn.Module) -> str | None:
-    """Why the layer cannot be applied at this path; None: it can."""
-    if (shape := _shape(path, module)) is None:
+def _misfit(shape: tuple[int, int] | None, layer: LoraLayer, module: nn.Module) -> str | None:
+    """Why the layer cannot be applied to one of this shape; None: it can."""
+    if shape is None:
         return f"{type(module).__name__} has no linear layer of this name"
     outputs, inputs = layer.up.shape[0], layer.down.shape[1]
     if (outputs, inputs) != shape:
@@ -107,7 +108,7 @@ def _misfit(path: str, layer: LoraLayer, module: nn.Module) -> str | None:
 def _shape(path: str, module: nn.Module) -> tuple[int, int] | None:
     """(outputs, inputs) of the linear layer at a path, also below an adapter that wraps it; None: there is none."""
     try:
-        found: Any = module.get_submodule(path)
+        found: Any = submodule(module, path)
     except AttributeError:
         return None
     found = getattr(found, "base_layer", found)
@@ -120,7 +121,7 @@ def _wrong_parameter(name: str, value: Tensor, module: nn.Module) -> str | None:
     """Why a value cannot be given or added to this parameter; None: it can."""
     path, _, last = name.rpartition(".")
     try:
-        found: Any = module.get_submodule(path)
+        found: Any = submodule(module, path)
     except AttributeError:
         return f"{type(module).__name__} has no module of this name"
     found = getattr(found, "base_layer", found)

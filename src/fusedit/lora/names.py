@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 _BLOCK: Final = re.compile(r"(.+?)_(\d+)_(.+)")
@@ -61,8 +62,12 @@ class Names:
         return Place(paths, False, len(paths) == 1 and flatten(paths[0]) == flat)
 
 
+@lru_cache(maxsize=4096)
 def flatten(name: str) -> str:
-    """Dots as underscores, and diffusers' former names of attention processors (`processor.to_q_lora`) as layers."""
+    """Dots as underscores, and diffusers' former names of attention processors (`processor.to_q_lora`) as layers.
+
+    Kept, since each name of a file is asked for several times.
+    """
     flat = re.sub(r"[._]+", "_", name).strip("_")
     if (old := _OLD_PROCESSOR.search(flat)) is not None:
         layer = "to_out_0" if old[1] == "to_out" else old[1]

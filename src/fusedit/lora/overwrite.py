@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fusedit.errors import LoraError
 from fusedit.lora.adapters import adapters_in
+from fusedit.lora.paths import place
 
 _NORMS: Final = "_transformer_norm_layers"  # parameter -> its value before
 _WIDENED: Final = "_overwritten_params"  # parameter -> its value before
@@ -62,7 +63,7 @@ class Overwrite:
             self._undo.pop()()
 
     def _widen(self, path: str, inputs: int) -> None:
-        parent, key = _place(self.module, path)
+        parent, key = place(self.module, path)
         old: Any = getattr(parent, key)
         new = _widened(old, inputs)
         config: Any = getattr(self.module, "config", None)
@@ -128,7 +129,7 @@ def reset(module: nn.Module, name: str) -> None:
         path, _, kind = name.rpartition(".")
         if kind != "weight":
             continue
-        parent, key = _place(module, path)
+        parent, key = place(module, path)
         now: Any = getattr(parent, key)
         before = narrow.get(path)
         if before is None or before.weight.device != now.weight.device or before.weight.dtype != now.weight.dtype:
@@ -158,8 +159,3 @@ def _narrowed(wide: Any, inputs: int) -> nn.Linear:
     new.weight = nn.Parameter(wide.weight.detach()[:, :inputs].clone(), requires_grad=wide.weight.requires_grad)
     new.bias = wide.bias
     return new.train(wide.training)
-
-
-def _place(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    parent, _, key = path.rpartition(".")
-    return module.get_submodule(parent), key

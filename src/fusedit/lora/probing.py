@@ -1,4 +1,4 @@
-"""Probing one layer: what LoRA adds to it, as it is really computed, beside scale * B A x computed here in fp32.
+"""Probing layers: what LoRA adds to each, as it is really computed, beside scale * B A x computed here in fp32.
 
     d = y - y0            y the layer with its LoRAs, y0 the one without, both in the dtype that the model computes in
     D = sum s B A x       in fp32
@@ -23,23 +23,26 @@ The layer below is looked at too, since what is wrong there is in y and y0 alike
 fp32, at 16 of its outputs, within 1/16 in L2 and the rounding of y0; and where the weights from before the conversion
 lie in memory, 1024 of them beside codes times scale, within 1/4 in L2. A nearest code is off by 1/16 at most, one that
 was rounded for what its layer reads by more.
+
+All of it is written for L layers of one shape at once: the tensors are small, and launches take longer than they do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from functools import lru_cache
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedit.float8.linear import Float8Linear
 from fusedit.runtime.branches import Branch
 
 ROWS: Final = 8
-_OUTPUTS: Final = 16
-_COLUMNS: Final = 64
+OUTPUTS: Final = 16
+COLUMNS: Final = 64
+ALIGN: Final = 8
+"""Ranks are padded with zeros to multiples of it, so that layers of many ranks have few shapes."""
 _LARGEST: Final = 3.5  # 448 / 128
 _LEAST: Final = 2.0**-11
 _TINY: Final = 1e-30
@@ -75,139 +78,133 @@ class Found(NamedTuple):
         return self.finite and max(self.added, self.below, self.weights) <= 1
 
 
-@dataclass
-class Probe:
-    """One layer, looked at; nothing has waited for the device.
-
-    Attributes:
-        path: of the layer, and how it is computed.
-        names: the LoRAs that are active there.
-        numbers: fp32 [5] on the device, the first five of `Found`.
-        weights: some weights as the codes say, fp32 on the device, and as they were before, on the CPU.
-    """
-
-    path: str
-    names: Sequence[str]
-    numbers: Tensor
-    weights: tuple[Tensor, Tensor] | None = None
-
-
-@dataclass
 class Inputs:
-    """The x of every width, made once."""
+    """The x of every width, on one device."""
 
-    device: torch.device
-    made: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._made: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def __call__(self, width: int, dtype: torch.dtype) -> Tensor:
-        """[1, ROWS, width]."""
+        """[1, ROWS, width]; the same numbers in every dtype."""
         key = width, dtype
-        if key not in self.made:
-            generator = torch.Generator().manual_seed(width)
-            x = torch.randn(1, ROWS, width, generator=generator).clamp_(-_LARGEST, _LARGEST)
-            x[..., 0] = _LARGEST
-            steps = (x * (448 / _LARGEST)).to(torch.float8_e4m3fn).float()
-            self.made[key] = (steps * (_LARGEST / 448)).to(self.device, dtype)
-        return self.made[key]
+        found = self._made.get(key)
+        if found is None:
+            wide = _input(width) if dtype is torch.float32 else self(width, torch.float32)
+            found = self._made[key] = wide.to(self.device, dtype)
+        return found
 
 
-def probe_layer(path: str, names: Sequence[str], layer: Any, base: Any, pairs: Sequence[Branch], x: Inputs) -> Probe:
-    """A LoRA layer, or an e4m3 layer with side branches, as a call of it computes it.
+@lru_cache(maxsize=16)
+def _input(width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randn(1, ROWS, width, generator=generator, device="cpu").clamp_(-_LARGEST, _LARGEST)
+    x[..., 0] = _LARGEST
+    steps = (x * (448 / _LARGEST)).to(torch.float8_e4m3fn).float()
+    return steps * (_LARGEST / 448)
 
-    Args:
-        base: the layer that `layer` wraps, or itself.
-        pairs: what is to be added.
+
+class Joined(NamedTuple):
+    """All pairs of one layer as one pair: their ranks side by side, which gives the sum over them.
+
+    Attributes:
+        down: [R, K].
+        up: [N, R].
+        scales: of each of the R ranks.
+        pairs: n, how many these are.
+        dtypes: that they are computed in.
     """
-    dtype = base.compute_dtype if isinstance(base, Float8Linear) else base.weight.dtype
-    given = x(base.weight.shape[1], dtype)
-    y, y0 = layer(given)[0], _alone(base, given)[0]
-    numbers = [y.isfinite().all().float(), *compared(y.float() - y0.float(), y0, given[0], pairs, dtype)]
-    weights = None
-    if isinstance(base, Float8Linear):
-        numbers.append(_below(base, y0, given[0]))
-        weights = _some_weights(base)
-    else:
-        numbers.append(numbers[0].new_zeros(()))
-    return Probe(path, names, torch.stack(numbers), weights)
+
+    down: Tensor
+    up: Tensor
+    scales: list[float]
+    pairs: int
+    dtypes: frozenset[torch.dtype]
 
 
-def probe_finite(path: str, names: Sequence[str], layer: Any, base: Any, x: Inputs) -> Probe:
-    """A layer of which nothing else is compared."""
-    dtype = base.compute_dtype if isinstance(base, Float8Linear) else base.weight.dtype
-    finite = layer(x(base.weight.shape[1], dtype)).isfinite().all().float()
-    return Probe(path, names, torch.stack([finite, *(finite.new_zeros(()),) * 4]))
+def joined(pairs: Sequence[Branch], weight: Tensor) -> Joined:
+    """Those of a layer with this weight [N, K], maybe none. One whose rank needs no padding is not copied."""
+    if not pairs:
+        down, up = (weight.new_empty(shape, dtype=torch.float32) for shape in ((0, weight.shape[1]), (len(weight), 0)))
+        return Joined(down, up, [], 0, frozenset())
+    down, up, scale = pairs[0]
+    scales, dtypes = [scale] * len(down), frozenset(pair.down.dtype for pair in pairs)
+    if len(pairs) > 1:
+        down, up = torch.cat([pair.down for pair in pairs]), torch.cat([pair.up for pair in pairs], dim=1)
+        scales = [pair.scale for pair in pairs for _ in range(len(pair.down))]
+    more = -len(down) % ALIGN
+    if more:
+        down, up = (torch.nn.functional.pad(t, size) for t, size in ((down, (0, 0, 0, more)), (up, (0, more))))
+        scales = scales + [0.0] * more
+    return Joined(down, up, scales, len(pairs), dtypes)
 
 
-def compared(
-    d: Tensor, y0: Tensor, x: Tensor, pairs: Sequence[Branch], dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`each`, `together` and `share` of what is added, d [ROWS, N] fp32, to y0.
+def compared(d: Tensor, y0: Tensor | None, x: Tensor, pairs: Sequence[Joined], dtype: torch.dtype) -> list[Tensor]:
+    """`each`, `together` and `share`, [L] each, of what is added, d fp32 [L, ROWS, N], to y0.
 
     Args:
-        x: [ROWS, K].
+        y0: [L, ROWS, N], or None for zeros.
+        x: fp32 [ROWS, K].
+        pairs: of each layer; all of one shape, number and dtypes.
         dtype: the coarsest that d was computed in, but for that of the pairs themselves.
     """
-    right, size = torch.zeros_like(d), y0.float().abs().amax(0)
-    for down, up, scale in pairs:
-        low, wide = x.float() @ down.float().t(), up.float()
-        right += scale * (low @ wide.t())
-        size = size + abs(scale) * (low.abs().amax(0) @ wide.abs().t())
-    u = max(_LEAST, *(torch.finfo(t).eps / 2 for t in (dtype, *(pair.down.dtype for pair in pairs))))
-    norm, allowed = torch.linalg.vector_norm, (len(pairs) + 6) * u * size + _TINY
-    error, clear = d - right, torch.where(right.abs() > 2 * len(pairs) * u * size, right, 0)
-    together = (error * clear).sum().abs() / (0.625 * (clear * clear).sum() + norm(allowed * clear) + _TINY)
-    return (error.abs() / allowed).amax(), together, norm(error) / (norm(right) + _TINY)
+    n = pairs[0].pairs
+    u = max(_LEAST, *(torch.finfo(t).eps / 2 for t in (dtype, *pairs[0].dtypes)))
+    low = lows(x, [pair.down for pair in pairs], scales_of([pair.scales for pair in pairs], d.device))
+    wide = stacked([pair.up for pair in pairs]).float()
+    right = low @ wide.mT
+    size = low.abs().amax(1, keepdim=True) @ wide.abs_().mT
+    if y0 is not None:
+        size += y0.abs().amax(1, keepdim=True)
+    del wide
+    allowed = (n + 6) * u * size + _TINY
+    error, clear = d - right, torch.where(right.abs() > 2 * n * u * size, right, 0)
+    square = 0.625 * (clear * clear).sum((1, 2)) + _norm(allowed * clear) + _TINY
+    together = (error * clear).sum((1, 2)).abs() / square
+    return [(error.abs() / allowed).amax((1, 2)), together, _norm(error) / (_norm(right) + _TINY)]
 
 
-def found(probes: Sequence[Probe]) -> list[Found]:
-    """What they found, read from the device at once."""
-    samples = [probe.weights[0].flatten() for probe in probes if probe.weights is not None]
-    numbers = torch.stack([probe.numbers for probe in probes])
-    flat = torch.cat([numbers.flatten(), *samples]).cpu()
-    read, rest = (
-        flat[: numbers.numel()].view(numbers.shape).nan_to_num(nan=float("inf")).tolist(),
-        flat[numbers.numel() :],
-    )
-    made = []
-    for probe, (finite, each, together, share, below) in zip(probes, read, strict=True):
-        weights = 0.0
-        if probe.weights is not None:
-            was = probe.weights[1].flatten()
-            now, rest = rest[: len(was)], rest[len(was) :]
-            off = torch.linalg.vector_norm(now - was) / (_OF_WEIGHTS * torch.linalg.vector_norm(was) + _TINY)
-            weights = float(off.nan_to_num(nan=float("inf")))
-        made.append(Found(finite == 1, each, together, share, below, weights))
+def lows(x: Tensor, downs: Sequence[Tensor], scale: Tensor) -> Tensor:
+    """scale * (x down^T), fp32 [L, ROWS, R], of downs [R, K] each and scale [L, R]; as one product."""
+    rows = stacked(downs).float().flatten(0, 1)
+    return (x @ rows.t()).view(len(x), *scale.shape).transpose(0, 1) * scale[:, None]
+
+
+def below(y0: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far y0 [L, ROWS, S] fp32 is off, of what may be: [L].
+
+    Args:
+        weight: fp32 [L, S, K], of these outputs, as codes and scale say.
+        bias: [L, S] or None.
+        x: fp32 [ROWS, K].
+        dtype: of y0 as it was computed.
+    """
+    product = x @ weight.mT
+    right = product if bias is None else product + bias.float()[:, None]
+    rounding = max(_LEAST, torch.finfo(dtype).eps / 2) * _norm(right)
+    return _norm(y0 - right) / (_norm(product) / 16 + 4 * rounding + _TINY)
+
+
+def off(now: Tensor, was: Tensor) -> Tensor:
+    """How far some weights [L, ..., n] are from those of before, of what may be: [L]."""
+    return _norm(now - was) / (_OF_WEIGHTS * _norm(was) + _TINY)
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """[L, ...]; codes as whole numbers on the way, since kernels for them are fewer."""
+    dtype = tensors[0].dtype
+    if dtype.itemsize > 1:
+        return torch.stack(list(tensors))
+    return torch.stack([t.view(torch.uint8) for t in tensors]).view(dtype)
+
+
+def scales_of(rows: Sequence[Sequence[float]], device: torch.device) -> Tensor:
+    """fp32 [L, R] on the device, without waiting for it."""
+    made = torch.tensor(rows, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
+
+
+def _norm(t: Tensor) -> Tensor:
+    """In L2, of each layer."""
+    made: Tensor = torch.linalg.vector_norm(t.flatten(1), dim=1)
     return made
-
-
-def _alone(base: Any, x: Tensor) -> Tensor:
-    """The layer without side branches. The same dict comes back: what is kept between steps knows it by identity."""
-    space = base.__dict__
-    branches = space.get("branches")
-    if branches:
-        space["branches"] = {}
-    try:
-        y: Tensor = base(x)
-    finally:
-        if branches:
-            space["branches"] = branches
-    return y
-
-
-def _below(base: Float8Linear, y0: Tensor, x: Tensor) -> Tensor:
-    every = max(1, len(base.weight) // _OUTPUTS)
-    weight = base.weight.detach()[::every].float() * base.weight_scale[::every, None]
-    product, made = x.float() @ weight.t(), y0[:, ::every].float()
-    right = product if base.bias is None else product + base.bias.detach()[::every].float()
-    norm = torch.linalg.vector_norm
-    rounding = max(_LEAST, torch.finfo(y0.dtype).eps / 2) * norm(right)
-    share: Tensor = norm(made - right) / (norm(product) / 16 + 4 * rounding + _TINY)
-    return share
-
-
-def _some_weights(base: Float8Linear) -> tuple[Tensor, Tensor] | None:
-    if base.original is None or base.original.shape != base.weight.shape:
-        return None
-    rows, columns = (max(1, n // most) for n, most in zip(base.weight.shape, (_OUTPUTS, _COLUMNS), strict=True))
-    now = base.weight.detach()[::rows, ::columns].float() * base.weight_scale[::rows, None]
-    return now, base.original[::rows, ::columns].float()

@@ -1,10 +1,11 @@
 """Whether the LoRAs of an e4m3 transformer do what their matrices say: every layer asked once, after each change.
 
 A new version of a library, or a mistake here, can make a LoRA over quantised weights draw noise without an error. So
-whenever other LoRAs are active than before, or the same ones at another scale, `probing.py` looks at each layer that
-has one: as a call of it computes it, and as `runtime/terms.py` has packed it for the fused products.
+whenever other LoRAs are active than before, or the same ones at another scale, each layer that has one is looked at: as
+a call of it computes it, and as `runtime/terms.py` has packed it for the fused products. `probing.py` says what must
+hold, `probes.py` asks.
 
-About 80 launches a layer and two reads of all weights; the host waits once, for all numbers together.
+Two calls and five or six launches a layer, and two reads of all weights; the host waits once, for all numbers together.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 
 from fusedit.errors import LoraError
 from fusedit.float8.linear import Float8Linear
-from fusedit.lora.probing import Found, Inputs, Probe, compared, found, probe_finite, probe_layer
-from fusedit.runtime.branches import from_peft, hooked, split_for_packing
+from fusedit.lora.probes import Probe, Probes, found
+from fusedit.lora.probing import Found
+from fusedit.runtime.branches import Split, from_peft, hooked, split_for_packing
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.terms import Terms
 
 _ON_CPU: Final = 1 << 28
-"""Weights of a module on a CPU up to which loading waits for the check. With more it is left to the first call, which
+"""Weights on a CPU below LoRAs up to which loading waits for the check. With more it is left to the first call, which
 may be on a GPU by then: products of codes are slow on a CPU."""
 _FINITE: Final = "looked at for NaN and infinity alone (DoRA or a bias: more than two matrices)"
 _APART: Final = "LoRAs are not verified: weights and matrices are not on one device (offload)"
@@ -85,9 +87,9 @@ def verify_loaded(module: nn.Module) -> None:
     Raises:
         LoraError: a layer does something else.
     """
-    if _held_back(module):
-        return
     layers = adapted(module)
+    if _held_back(module, layers):
+        return
     verify(module, layers, stamp_of(layers), None, None)
 
 
@@ -112,25 +114,30 @@ def verify(
     known = before is not None and before.stamp.same(stamp)
     if not any(isinstance(each.base, Float8Linear) for each in layers):
         return True  # nothing quantised, as without a plan or while it is paused
-    devices = {t.device for each in layers for t in _tensors(each)} | (set() if device is None else {device})
+    parts = [split_for_packing(each.layer) for each in layers]
+    devices = {t.device for each in zip(layers, parts, strict=True) for t in _tensors(*each)}
+    devices |= set() if device is None else {device}
     if len(devices) > 1 or torch.device("meta") in devices:
         _SKIPPED[module] = _APART
         return False
     skipped: Counter[str] = Counter()
     try:
         with torch.no_grad(), torch.autocast(next(iter(devices)).type, enabled=False):
-            x = Inputs(next(iter(devices)))
-            probes = [] if known else list(_layers(layers, x, skipped))
-            packed = [] if terms is None else list(_packed(layers, terms, x))
-            results = found([*probes, *packed]) if probes or packed else []
+            probes = Probes(next(iter(devices)))
+            if not known:
+                _ask_layers(probes, layers, parts, skipped)
+            count = len(probes.asked)
+            if terms is not None:
+                _ask_packed(probes, layers, terms)
+            results = found(probes) if probes.asked else []
     except torch.OutOfMemoryError:
         _SKIPPED[module] = "LoRAs are not verified: out of memory"
         return False
-    for probe, result in zip([*probes, *packed], results, strict=True):
+    for probe, result in zip(probes.asked, results, strict=True):
         _judge(probe, result)
     if before is None or not known:
-        before = _VERIFIED[module] = _Verified(stamp, len(probes) - skipped[_FINITE], +skipped)
-    before.packed = max(before.packed, len({probe.path for probe in packed}))
+        before = _VERIFIED[module] = _Verified(stamp, count - skipped[_FINITE], +skipped)
+    before.packed = max(before.packed, len({probe.path for probe in probes.asked[count:]}))
     before.worst = max(before.worst, *(result.added for result in results), 0.0)
     return True
 
@@ -195,35 +202,35 @@ def notes(module: nn.Module) -> list[str]:
 # -- inside ----------------------------------------------------------------------------------------------------------
 
 
-def _held_back(module: nn.Module) -> bool:
+def _held_back(module: nn.Module, layers: Sequence[Adapted]) -> bool:
     if offload_hook(module):
         return True
-    on_cpu = (p.numel() for p in module.parameters() if p.is_cpu)
-    return sum(on_cpu) > _ON_CPU
+    return sum(int(p.numel()) for each in layers for p in each.base.parameters() if p.is_cpu) > _ON_CPU
 
 
-def _tensors(each: Adapted) -> Iterator[Tensor]:
+def _tensors(each: Adapted, parts: Split | None) -> Iterator[Tensor]:
     yield each.base.weight
-    found = split_for_packing(each.layer)
-    for branch in () if found is None else found.branches:
+    for branch in () if parts is None else parts.branches:
         yield branch.down
         yield branch.up
 
 
-def _layers(layers: Sequence[Adapted], x: Inputs, skipped: Counter[str]) -> Iterator[Probe]:
-    for path, layer, base in layers:
+def _ask_layers(
+    probes: Probes, layers: Sequence[Adapted], parts: Sequence[Split | None], skipped: Counter[str]
+) -> None:
+    for (path, layer, base), part in zip(layers, parts, strict=True):
         names = _names(layer, base)
         if not names:
             continue
-        parts = split_for_packing(layer)
-        reason = _why_not(layer, base)
+        plain = part is not None and part.base is base
+        reason = _not_linear(base) or ("" if plain and not hooked(base.__dict__) else _why_not(layer, base))
         if reason:
             skipped[f"not looked at ({reason})"] += 1
-        elif parts is None or parts.base is not base:
+        elif part is None or not plain:
             skipped[_FINITE] += 1
-            yield probe_finite(path, names, layer, base, x)
+            probes.finite(path, names, layer, base)
         else:
-            yield probe_layer(path, names, layer, base, parts.branches, x)
+            probes.layer(path, names, layer, base, part.branches)
 
 
 def _names(layer: Any, base: Any) -> list[str]:
@@ -235,10 +242,15 @@ def _names(layer: Any, base: Any) -> list[str]:
     return [*active, *(base.__dict__.get("branches") or ())]
 
 
+def _not_linear(base: Any) -> str:
+    """Why nothing is known of a layer of this kind, or nothing."""
+    if isinstance(base, Float8Linear) or (isinstance(base, nn.Linear) and base.weight.dtype.itemsize > 1):
+        return ""
+    return f"a {type(base).__name__} of {str(base.weight.dtype).removeprefix('torch.')}"
+
+
 def _why_not(layer: Any, base: Any) -> str:
-    """Why a layer cannot be called here, or nothing."""
-    if not isinstance(base, nn.Linear) or (base.weight.dtype.itemsize == 1 and not isinstance(base, Float8Linear)):
-        return f"a {type(base).__name__} of {str(base.weight.dtype).removeprefix('torch.')}"
+    """Why a layer cannot be called here, or nothing; one that splits into pairs, with no hook on its base, can."""
     if layer is not base:
         kind = type(layer)
         if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear"):
@@ -252,19 +264,12 @@ def _why_not(layer: Any, base: Any) -> str:
     return ""
 
 
-def _packed(layers: Sequence[Adapted], terms: Terms, x: Inputs) -> Iterator[Probe]:
+def _ask_packed(probes: Probes, layers: Sequence[Adapted], terms: Terms) -> None:
     paths = {id(each.base): each for each in layers}
     for piece in terms.pieces():
         each = paths.get(id(piece.base))
-        if each is None:
-            continue
-        given = x(piece.down.shape[1], torch.float32)[0]
-        d = (given @ piece.down.float().t() * piece.scale) @ piece.up.float().t()
-        if piece.codes is not None:
-            d = d * piece.codes
-        numbers = compared(d, torch.zeros_like(d), given, piece.pairs, piece.down.dtype)
-        finite = d.isfinite().all().float()
-        yield Probe(f"{each.path} (packed)", _names(*each[1:]), torch.stack([finite, *numbers, finite.new_zeros(())]))
+        if each is not None:
+            probes.packed(f"{each.path} (packed)", _names(each.layer, each.base), piece)
 
 
 def _judge(probe: Probe, result: Found) -> None:

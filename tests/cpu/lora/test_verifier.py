@@ -22,7 +22,8 @@ from fusedit.float8 import linear as float8_linear
 from fusedit.lora import verifier, watching
 from fusedit.lora.adapters import tuner_layers
 from fusedit.lora.life import load_file
-from fusedit.lora.probing import Probe, compared, found
+from fusedit.lora.probes import Probes, found
+from fusedit.lora.probing import compared, joined
 from fusedit.runtime import terms
 from fusedit.runtime.branches import Branch
 
@@ -60,10 +61,10 @@ class Looks:
         self.worst = 0.0
         monkeypatch.setattr(verifier, "found", self)
 
-    def __call__(self, probes: list[Probe]) -> Any:
-        packed = sum("(packed)" in probe.path for probe in probes)
+    def __call__(self, probes: Probes) -> Any:
+        packed = sum("(packed)" in probe.path for probe in probes.asked)
         self.packed.append(packed)
-        self.layers.append(len(probes) - packed)
+        self.layers.append(len(probes.asked) - packed)
         results = found(probes)
         self.worst = max(self.worst, *(result.added for result in results))
         return results
@@ -231,13 +232,14 @@ def test_matrices_packed_wrongly_are_seen_in_the_first_call(kind: Kind, what: st
     fill = terms._filled
 
     def wrong(*args: Any) -> Any:
-        term, copies = fill(*args)
+        made = fill(*args)
+        term, copies = made[0], made[-1]
         if copies and what == "NaN in the padding":
             term.up[:, -1] = float("nan")
         elif copies:
             part = getattr(term, what)
-            part.copy_(part.roll(1, 0) if what == "up" else 2 * part)
-        return term, copies
+            part.copy_(part.roll(1, 0) if what == "up" else -part.float())
+        return made
 
     with monkeypatch.context() as patch:
         patch.setattr(terms, "_filled", wrong)
@@ -384,5 +386,6 @@ def test_a_weak_lora_twice_too_strong_is_told_from_rounding(size: float) -> None
     added = torch.nn.functional.linear(torch.nn.functional.linear(x, down), up)
     for factor in (1, 2, 0):
         d = (base + added * scale * factor).float() - base.float()
-        each, together, _ = (float(v) for v in compared(d, base, x, [Branch(down, up, scale)], torch.bfloat16))
+        pairs = [joined([Branch(down, up, scale)], base.new_empty(N, K))]
+        each, together, _ = (float(v) for v in compared(d[None], base[None], x.float(), pairs, torch.bfloat16))
         assert (max(each, together) <= 1) is (factor == 1 or size <= 0.001), (factor, each, together)
