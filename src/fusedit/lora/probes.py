@@ -29,6 +29,7 @@ from fusedit.lora.probing import (
     off,
     stacked,
 )
+from fusedit.ops._fp8 import E4M3, quantized
 from fusedit.runtime.branches import Branch
 from fusedit.runtime.terms import Piece
 
@@ -213,9 +214,20 @@ class _Packed(NamedTuple):
         d = low @ stacked([piece.up for piece in pieces]).float().mT
         if first.codes is not None:
             d *= torch.stack([piece.codes for piece in pieces if piece.codes is not None])[:, None]
-        own = compared(d, None, x, [each.pairs for each in samples], first.down.dtype)
+        pairs = [each.pairs for each in samples]
+        if first.down.dtype is E4M3:
+            pairs = _as_codes(pairs, _dtype(first.base))
+        own = compared(d, None, x, pairs, first.up.dtype)
         finite = _finite(d)
         return Numbers(torch.stack([finite, *own, torch.zeros_like(finite)], dim=1))
+
+
+def _as_codes(pairs: Sequence[Joined], dtype: torch.dtype) -> list[Joined]:
+    """The same with `down` rounded to e4m3, each row with a scale of its own, as the fused products of this dtype take
+    it: so that rounding, which may be 1/16 of each number, does not hide what else is off."""
+    codes, scale, _ = quantized(stacked([each.down for each in pairs]).to(dtype))
+    rounded = codes.float() * scale[..., None]
+    return [each._replace(down=down) for each, down in zip(pairs, rounded, strict=True)]
 
 
 def _alike(pairs: Joined) -> tuple[Hashable, ...]:

@@ -224,7 +224,7 @@ def test_a_side_branch_at_another_scale_is_seen(monkeypatch: Patch) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("what", ["down", "up", "scale", "NaN in the padding"])
+@pytest.mark.parametrize("what", ["down", "up", "scale", "half the scale", "NaN in the padding"])
 def test_matrices_packed_wrongly_are_seen_in_the_first_call(kind: Kind, what: str, monkeypatch: Patch) -> None:
     """LQ-07 of our own making."""
     pipe, _ = quantised(kind)
@@ -236,6 +236,8 @@ def test_matrices_packed_wrongly_are_seen_in_the_first_call(kind: Kind, what: st
         term, copies = made[0], made[-1]
         if copies and what == "NaN in the padding":
             term.up[:, -1] = float("nan")
+        elif what == "half the scale":
+            term.scale.mul_(0.5)
         elif copies:
             part = getattr(term, what)
             part.copy_(part.roll(1, 0) if what == "up" else -part.float())
