@@ -11,6 +11,7 @@ from fusedit import ops
 from fusedit.float8.linear import Float8Linear
 from fusedit.float8.products import quantise
 from fusedit.ops import _low_rank_sums
+from fusedit.ops.add_low_rank import make_ready as add_ready
 
 Tensor = torch.Tensor
 WIDE = 512
@@ -44,11 +45,10 @@ def lora_ready(
     for width in widths:
         quantise(x.new_zeros(1, 8, width))
     few, weight = x.new_zeros(1, 8, WIDE), x.new_zeros(WIDE, WIDE)
-    vector, scale = x.new_zeros(WIDE) if bias else None, torch.zeros(WIDE, device=x.device)
+    vector = x.new_zeros(WIDE) if bias else None
     low = _term(few)
-    ops.add_low_rank(few, *low)
-    # Behind the products of the modulation, where a row may have it already.
-    ops.add_low_rank(few[0], low[0][0], low[1], 0, scale[:8], scale)
+    add_ready(few, few.dtype)
+    add_ready(few, few.dtype, scaled=True)  # behind the products of the modulation, where a row may have it already
     ops.linear_low_rank(few, weight, vector, *low)
     if gelu and vector is not None:
         ops.linear_gelu(few, weight, vector, 0, *low)
@@ -63,8 +63,8 @@ def _codes_ready(few: Tensor, vector: Tensor | None, swiglu: bool, gelu: bool) -
     given = read[None], torch.ones(1, 8, device=few.device), weight, torch.ones(WIDE, device=few.device)
     dtype = torch.bfloat16 if few.dtype.itemsize == 2 else few.dtype
     low, name = _term(read[None], dtype), str(few.dtype).removeprefix("torch.")
-    y = ops.scaled_linear(*given, vector, name, *low)
-    ops.add_low_rank(y, *low, 0, *given[1::2])
+    ops.scaled_linear(*given, vector, name, *low)
+    add_ready(few, dtype, scaled=True)
     if gelu:
         ops.scaled_linear_gelu(*given, vector, given[1], 0, name, *low)
     if swiglu:

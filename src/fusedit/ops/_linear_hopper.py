@@ -72,7 +72,7 @@ def make_ready(act: str, x: Tensor, bias: Tensor | None) -> None:
     t, up, own = x.new_zeros(1, 8, 8), x.new_zeros(COLUMNS, 8), None if bias is None else bias.new_zeros(COLUMNS)
     y = x.new_zeros(1, 8, COLUMNS // 2 if act == "swiglu" else COLUMNS)
     into(act, small, weight, own, y, 0, t, up, 0)
-    make_ready_behind(x)
+    make_ready_behind(x, x.dtype)
 
 
 def builds(act: str) -> list[Build]:

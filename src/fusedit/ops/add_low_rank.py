@@ -134,8 +134,11 @@ def _kernel(
     VEC: tl.constexpr,
     LOW: tl.constexpr,
     SCALED: tl.constexpr,
+    SHORT: tl.constexpr,
 ) -> None:
-    """N and strides of y and z in units of VEC, R and strides of t and up in units of LOW; up_item is 0, which the
+    """SHORT: no more than BR ranks, and a tile's columns are of one part: all loads are on their way at once.
+
+    N and strides of y and z in units of VEC, R and strides of t and up in units of LOW; up_item is 0, which the
     compiler must not know, or it would forget how addresses are aligned."""
     per_item = tl.cdiv(S, BM)
     b = (tl.program_id(0) // per_item).to(tl.int64)
@@ -144,20 +147,30 @@ def _kernel(
     cols = start + tl.arange(0, BN)
     mask = (rows < S)[:, None] & (cols < N * VEC)[None, :]
     y = tl.load(places(y_ptr, b, rows, cols, y_batch, y_row, VEC), mask=mask, other=0.0).to(tl.float32)
-    own = tl.minimum(cols // part, last)
     acc = tl.zeros((BM, BN), tl.float32)
-    for p in range(tl.minimum(start // part, last), tl.minimum((start + BN - 1) // part, last) + 1):
-        mine = ((own == p) & (cols < N * VEC))[:, None]
-        for step in range(tl.cdiv(R * LOW, BR)):
-            r = step * BR + tl.arange(0, BR)
-            inside = (r < R * LOW)[None, :]
-            t = tl.load(
-                places(t_ptr + p * R * LOW, b, rows, r, t_batch, t_row, LOW),
-                mask=(rows < S)[:, None] & inside,
-                other=0.0,
-            )
-            up = tl.load(places(up_ptr, b, cols, r, up_item, up_row, LOW), mask=mine & inside, other=0.0)
-            acc = tl.dot(t, up.T, acc, input_precision="ieee")
+    if SHORT:
+        r = tl.arange(0, BR)
+        inside = (r < R * LOW)[None, :]
+        first = t_ptr + tl.minimum(start // part, last) * R * LOW
+        t = tl.load(places(first, b, rows, r, t_batch, t_row, LOW), mask=(rows < S)[:, None] & inside, other=0.0)
+        up = tl.load(
+            places(up_ptr, b, cols, r, up_item, up_row, LOW), mask=(cols < N * VEC)[:, None] & inside, other=0.0
+        )
+        acc = tl.dot(t, up.T, acc, input_precision="ieee")
+    else:
+        own = tl.minimum(cols // part, last)
+        for p in range(tl.minimum(start // part, last), tl.minimum((start + BN - 1) // part, last) + 1):
+            mine = ((own == p) & (cols < N * VEC))[:, None]
+            for step in range(tl.cdiv(R * LOW, BR)):
+                r = step * BR + tl.arange(0, BR)
+                inside = (r < R * LOW)[None, :]
+                t = tl.load(
+                    places(t_ptr + p * R * LOW, b, rows, r, t_batch, t_row, LOW),
+                    mask=(rows < S)[:, None] & inside,
+                    other=0.0,
+                )
+                up = tl.load(places(up_ptr, b, cols, r, up_item, up_row, LOW), mask=mine & inside, other=0.0)
+                acc = tl.dot(t, up.T, acc, input_precision="ieee")
     if SCALED:
         x_scale = tl.load(x_scale_ptr + b * scale_batch + rows.to(tl.int64) * scale_row, mask=rows < S, other=0.0)
         acc *= x_scale[:, None] * tl.load(weight_scale_ptr + cols, mask=cols < N * VEC, other=0.0)[None, :]
@@ -165,22 +178,24 @@ def _kernel(
     tl.store(places(z_ptr, b, rows, cols, z_batch, z_row, VEC), z, mask=mask)
 
 
-def _constexprs(vec: int, low: int, scaled: bool) -> dict[str, Any]:
-    return {"BM": BM, "BN": BN, "BR": BR, "VEC": vec, "LOW": low, "SCALED": scaled}
+def _constexprs(vec: int, low: int, scaled: bool, short: bool) -> dict[str, Any]:
+    return {"BM": BM, "BN": BN, "BR": BR, "VEC": vec, "LOW": low, "SCALED": scaled, "SHORT": short}
 
 
 def builds() -> list[Build]:
     made = []
-    for name, dtype, vec, scaled in (
-        ("bf16", torch.bfloat16, 8, False),
-        ("scaled-bf16", torch.bfloat16, 8, True),
-        ("bf16-unaligned", torch.bfloat16, 1, False),
-        ("fp32", torch.float32, 4, False),
+    for name, dtype, vec, scaled, short in (
+        ("short-bf16", torch.bfloat16, 8, False, True),
+        ("scaled-short-bf16", torch.bfloat16, 8, True, True),
+        ("bf16", torch.bfloat16, 8, False, False),
+        ("scaled-bf16-long", torch.bfloat16, 8, True, False),
+        ("bf16-unaligned", torch.bfloat16, 1, False, False),
+        ("fp32", torch.float32, 4, False, False),
     ):
         types = dict.fromkeys(("y_ptr", "t_ptr", "up_ptr", "z_ptr"), _rows.POINTERS[dtype])
         types |= {"x_scale_ptr": "*fp32", "weight_scale_ptr": "*fp32"}
         traits = ("no-spill",) if dtype is torch.bfloat16 else ()
-        made.append(Build.of(name, _kernel, types, _constexprs(vec, vec, scaled), WARPS, *traits, num_stages=2))
+        made.append(Build.of(name, _kernel, types, _constexprs(vec, vec, scaled, short), WARPS, *traits, num_stages=2))
     return made
 
 
@@ -202,6 +217,7 @@ def _on_y(y: Tensor, *_: Any) -> Tensor:
 CASES = (
     Case("small", (T(_Y), *_low(_Y, 96, 8)), alias=_on_y),
     Case("rows", (T((7, 96)), *_low((7, 96), 96, 40))),
+    Case("many-ranks", (T((2, 5, 512)), *_low((2, 5, 512), 512, 40, 3), 128), alias=_on_y),
     Case("parts", (T((2, 5, 512)), *_low((2, 5, 512), 512, 8, 3), 128), alias=_on_y),
     Case("parts-in-a-tile", (T(_Y), *_low(_Y, 96, 8, 3), 16)),
     Case("scaled", (T(_Y), *_low(_Y, 96, 8), 0, *_scales(*_Y)), alias=_on_y),
@@ -272,7 +288,7 @@ def add_low_rank(
         *_rows.steps(t, low),
         *_rows.steps(up[None], low),
         *((0, 0) if x_scale is None else _rows.steps(x_scale[..., None], 1)),
-        **_constexprs(vec, low, x_scale is not None),
+        **_constexprs(vec, low, x_scale is not None, R <= BR and (parts == 1 or part % BN == 0)),
         num_warps=WARPS,
         num_stages=2,
         enable_fp_fusion=True,
@@ -280,7 +296,10 @@ def add_low_rank(
     return out
 
 
-def make_ready(x: Tensor) -> None:
-    """Compile what terms of ranks in multiples of 8 need beside results in x's dtype."""
-    y, t, up = x.new_zeros(1, 1, 128), x.new_zeros(1, 1, 8), x.new_zeros(128, 8)
-    add_low_rank(y, t, up, out=y)
+def make_ready(y: Tensor, dtype: torch.dtype, *, scaled: bool = False) -> None:
+    """Compile what terms in dtype need beside results [..., N] like y, at any rank; with scales or without."""
+    y = y.new_zeros(1, 1, BN)
+    scales = (torch.ones(1, 1, device=y.device), torch.ones(BN, device=y.device)) if scaled else (None, None)
+    for ranks in (8, BR + 8):
+        t, up = (torch.zeros(shape, dtype=dtype, device=y.device) for shape in ((1, 1, ranks), (BN, ranks)))
+        add_low_rank(y, t, up, 0, *scales, out=y)
