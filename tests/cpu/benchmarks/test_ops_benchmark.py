@@ -26,7 +26,8 @@ def case(name: str) -> Case:
 
 
 @pytest.mark.parametrize("name", sorted(fused.registry()))
-def test_every_op_can_be_measured(name: str) -> None:
+def test_every_op_can_be_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "MOST_CALLS", 2)  # the 200 of a GPU took 59 CPU seconds for all ops, these take 2
     plain, row = ops.measure(fused.registry()[name], case(name), FAST, 1e-3)
     assert (row.error, plain.error) == (None, None)
     assert (plain.plan, row.plan) == ("plain", "fused")

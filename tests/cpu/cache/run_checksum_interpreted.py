@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support.interpreter import patch_once
 
 from fusedit.cache import checksum_kernel
 from fusedit.cache.checksum import ROW, TILE, checksums, plain
@@ -38,6 +44,7 @@ def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     assert _triton.INTERPRETING
+    patch_once()
     launched: list[int] = []
     launch = checksum_kernel.launch
 

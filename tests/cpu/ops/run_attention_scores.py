@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support.interpreter import patch_once
 
 from fusedit import ops
 from fusedit.ops import _attention_products, _attention_scores, _triton
@@ -100,6 +106,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     assert _triton.INTERPRETING
+    patch_once()
     found: dict[str, Any] = {}
     for T, S, D in ((7, 3, 264), (256, 128, 512), (300, 150, 264), (700, 150, 512), (700, 3, 264)):
         for kind in KINDS:

@@ -7,11 +7,16 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support.interpreter import patch_once
 
 from fusedit import ops
 from fusedit.ops import _hopper, _triton
@@ -25,6 +30,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     assert _triton.INTERPRETING
+    patch_once()
     share, of = int(sys.argv[1]), int(sys.argv[2])
     jobs = [(op, case) for op in ops.registry().values() for case in op.cases if "small" in case.tags]
     # The interpreter multiplies no bfloat16.
