@@ -30,7 +30,8 @@ Tensor = torch.Tensor
 BM: Final = 64
 BN: Final = 64
 BR: Final = 32
-WARPS: Final = 4
+WARPS: Final = (4, 8)
+"""Where rows are on 16 bytes, and where they are not, which takes more registers an element."""
 
 
 def reference(
@@ -195,7 +196,9 @@ def builds() -> list[Build]:
         types = dict.fromkeys(("y_ptr", "t_ptr", "up_ptr", "z_ptr"), _rows.POINTERS[dtype])
         types |= {"x_scale_ptr": "*fp32", "weight_scale_ptr": "*fp32"}
         traits = ("no-spill",) if dtype is torch.bfloat16 else ()
-        made.append(Build.of(name, _kernel, types, _constexprs(vec, vec, scaled, short), WARPS, *traits, num_stages=2))
+        made.append(
+            Build.of(name, _kernel, types, _constexprs(vec, vec, scaled, short), WARPS[vec == 1], *traits, num_stages=2)
+        )
     return made
 
 
@@ -289,7 +292,7 @@ def add_low_rank(
         *_rows.steps(up[None], low),
         *((0, 0) if x_scale is None else _rows.steps(x_scale[..., None], 1)),
         **_constexprs(vec, low, x_scale is not None, R <= BR and (parts == 1 or part % BN == 0)),
-        num_warps=WARPS,
+        num_warps=WARPS[vec == 1],
         num_stages=2,
         enable_fp_fusion=True,
     )
