@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import torch
 
+from fusedit import ops
 from fusedit.runtime.branches import Split
 from fusedit.runtime.hoist import RunCache
 
 Tensor = torch.Tensor
-_ROWS: Final = 4096
 SILU_LEAST: Final = 0.2785
 """-silu(u) is nowhere larger, for no u."""
 
@@ -71,12 +71,7 @@ def _stamp(part: Split) -> tuple[Any, ...]:
 def lengths(part: Split) -> Tensor:
     """L2 norm of each row of a Float8Linear's weight, fp32 [N]."""
     layer: Any = part.base
-    made = torch.empty_like(layer.weight_scale)
-    for first in range(0, len(made), _ROWS):
-        rows = slice(first, first + _ROWS)
-        codes = layer.weight[rows].to(torch.bfloat16)  # exact, and half of fp32's memory
-        made[rows] = torch.linalg.vector_norm(codes, dim=1, dtype=torch.float32)
-    made *= layer.weight_scale
+    made: Tensor = ops.row_dots.direct(layer.weight.detach())[0].sqrt_().mul_(layer.weight_scale)
     return made
 
 
@@ -114,12 +109,9 @@ def swiglu_bounds(parts: Sequence[Split]) -> Tensor:
     w: Any
     v: Any
     w, v = (part.base for part in parts)
-    dots = torch.empty_like(w.weight_scale)
-    for first in range(0, len(dots), _ROWS):
-        rows = slice(first, first + _ROWS)
-        dots[rows] = w.weight[rows].float().mul_(v.weight[rows].float()).sum(dim=1)
-    dots *= w.weight_scale * v.weight_scale
-    a, b = map(lengths, parts)
+    squares: Tensor = ops.row_dots.direct(w.weight.detach(), v.weight.detach())
+    a, b = squares[0].sqrt() * w.weight_scale, squares[1].sqrt() * v.weight_scale
+    dots = squares[2] * (w.weight_scale * v.weight_scale)
     c, d = map(changes, parts)
     dots = dots.abs() + a * d + b * c + c * d
     a, b = a + c, b + d

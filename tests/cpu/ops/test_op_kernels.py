@@ -101,8 +101,8 @@ def builds() -> Iterator[tuple[str, int]]:
 # Ops whose output lies on no input, or on one in kernels of several passes, each of which reads before it writes.
 APART = (
     *("attention", "conv2d", "group_norm_silu", "grouped_linear", "low_rank", "nchw_to_nhwc", "nhwc_to_nchw"),
-    *("pack_tiles", "qk_norm_rope", "residual_group_norm_silu", "row_bounds", "scaled_linear", "scaled_low_rank"),
-    *("upsample_conv2d", "winograd"),
+    *("pack_tiles", "qk_norm_rope", "residual_group_norm_silu", "row_bounds", "row_dots", "scaled_linear"),
+    *("scaled_low_rank", "upsample_conv2d", "winograd"),
 )
 
 

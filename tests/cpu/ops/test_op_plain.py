@@ -98,6 +98,8 @@ def stock(name: str, a: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return (F.conv2d(F.interpolate(a[0], scale_factor=2.0, mode="nearest"), *a[1:], padding=1),)
     if name in ("nchw_to_nhwc", "nhwc_to_nchw", "pack_tiles", "unpack_tiles"):
         return (ops.registry()[name].reference(*a).to(a[0].dtype),)
+    if name == "row_dots":
+        return (torch.linalg.vector_norm(a[0].float(), dim=1).square()[None],)
     if name == "winograd_weight":
         g = a[0].new_tensor(G[2])
         return (torch.einsum("ir,kcrs,js->ijkc", g, a[0], g).reshape(16, *a[0].shape[:2]),)
