@@ -55,7 +55,7 @@ class Moments:
         moments.diagonal(dim1=1, dim2=2).add_(DAMPING * own + least)
         # H^-1 = U^T U with U upper triangular: of the flipped H = L L^T, U is the flipped L^-1.
         lower, failed = torch.linalg.cholesky_ex(moments.flip(1, 2))
-        one = torch.eye(own.shape[1], device=own.device).expand_as(lower)
+        one = torch.eye(own.shape[1], dtype=own.dtype, device=own.device).expand_as(lower)
         self.factor = torch.linalg.solve_triangular(lower, one, upper=False).flip(1, 2).contiguous()
         self.reason = ""
         if bool(failed.any()) or not bool(self.factor.isfinite().all()):  # no promise that NaN is a failure

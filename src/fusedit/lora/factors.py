@@ -136,8 +136,8 @@ def _whole(full: Tensor) -> Pair:
     """A matrix as a pair of its smaller side's rank."""
     rows, columns = full.shape
     if rows < columns:
-        return Pair(torch.eye(rows), full)
-    return Pair(full, torch.eye(columns))
+        return Pair(torch.eye(rows, dtype=torch.float32), full)
+    return Pair(full, torch.eye(columns, dtype=torch.float32))
 
 
 def _as_layer(product: Product, scale: float | None) -> LoraLayer:

@@ -74,7 +74,9 @@ def _changes(transformer: nn.Module, file: LoraFile, match: Match) -> dict[str, 
                 f"the LoRA adds to {path}.{kind}, and fusedit adds only to the weights and biases of linear layers; "
                 "use a LoRA without it"
             )
-        nothing = LoraLayer(torch.zeros(1, inputs), torch.zeros(len(value), 1), None)
+        nothing = LoraLayer(
+            torch.zeros(1, inputs, dtype=torch.float32), torch.zeros(len(value), 1, dtype=torch.float32), None
+        )
         changes[path] = Change(changes[path].layer if path in changes else nothing, value)
     return changes
 

@@ -130,7 +130,7 @@ def found(probes: Probes) -> list[Found]:
     read = torch.cat([t.flatten() for _, each in done for t in (each.read, each.now) if t is not None]).cpu()
     made: dict[int, Found] = {}
     for places, (numbers, now, was) in done:
-        (own, read), weights = _cut(read, numbers), torch.zeros(len(places), device="cpu")
+        (own, read), weights = _cut(read, numbers), torch.zeros(len(places), dtype=torch.float32, device="cpu")
         if now is not None and was is not None:
             (now, read), was = _cut(read, now), was.float()
             weights = off(now, was)

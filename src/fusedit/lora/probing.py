@@ -98,7 +98,7 @@ class Inputs:
 @lru_cache(maxsize=16)
 def _input(width: int) -> Tensor:
     generator = torch.Generator().manual_seed(width)
-    x = torch.randn(1, ROWS, width, generator=generator, device="cpu").clamp_(-_LARGEST, _LARGEST)
+    x = torch.randn(1, ROWS, width, dtype=torch.float32, generator=generator, device="cpu").clamp_(-_LARGEST, _LARGEST)
     x[..., 0] = _LARGEST
     steps = (x * (448 / _LARGEST)).to(torch.float8_e4m3fn).float()
     return steps * (_LARGEST / 448)

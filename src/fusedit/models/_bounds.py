@@ -43,7 +43,10 @@ class Bounds:
         if self._kept is not None and self._kept[0] is run and self._kept[1] == stamp:
             return self._kept[2]
         weight: Any = next(part.base.weight for group in groups for part in group)
-        rows = [self._make(group) if group else torch.zeros(4, device=weight.device) for group in groups]
+        rows = [
+            self._make(group) if group else torch.zeros(4, dtype=torch.float32, device=weight.device)
+            for group in groups
+        ]
         made = torch.stack(rows)
         self._kept = run, stamp, made
         return made

@@ -82,11 +82,12 @@ def typical_conditions(m: Any) -> torch.Tensor:
     """
     weight = m.time_text_embed.timestep_embedder.linear_1.weight
     generator = torch.Generator().manual_seed(0)
-    pooled = torch.randn(64, m.config.pooled_projection_dim, generator=generator) * torch.linspace(0, 1, 64)[:, None]
-    times = torch.linspace(0.01, 1, 16) * 1000
-    grid = [times, torch.arange(64.0)]
+    pooled = torch.randn(64, m.config.pooled_projection_dim, dtype=torch.float32, generator=generator)
+    pooled *= torch.linspace(0, 1, 64, dtype=torch.float32)[:, None]
+    times = torch.linspace(0.01, 1, 16, dtype=torch.float32) * 1000
+    grid = [times, torch.arange(64, dtype=torch.float32)]
     if m.config.guidance_embeds:
-        grid.insert(1, torch.tensor([1.0, 2.5, 3.5, 5.0]) * 1000)
+        grid.insert(1, torch.tensor([1.0, 2.5, 3.5, 5.0], dtype=torch.float32) * 1000)
     *numbers, prompt = torch.cartesian_prod(*grid).unbind(1)
     with torch.no_grad(), without_adapters(m.time_text_embed):
         made: torch.Tensor = m.time_text_embed(*(t.to(weight) for t in (*numbers, pooled[prompt.long()])))

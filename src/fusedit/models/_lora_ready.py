@@ -59,8 +59,15 @@ def lora_ready(
 
 
 def _codes_ready(few: Tensor, vector: Tensor | None, swiglu: bool, gelu: bool) -> None:
-    read, weight = (torch.zeros(n, WIDE, device=few.device).to(torch.float8_e4m3fn) for n in (8, WIDE))
-    given = read[None], torch.ones(1, 8, device=few.device), weight, torch.ones(WIDE, device=few.device)
+    read, weight = (
+        torch.zeros(n, WIDE, dtype=torch.float32, device=few.device).to(torch.float8_e4m3fn) for n in (8, WIDE)
+    )
+    given = (
+        read[None],
+        torch.ones(1, 8, dtype=torch.float32, device=few.device),
+        weight,
+        torch.ones(WIDE, dtype=torch.float32, device=few.device),
+    )
     dtype = torch.bfloat16 if few.dtype.itemsize == 2 else few.dtype
     low, name = _term(read[None], dtype), str(few.dtype).removeprefix("torch.")
     ops.scaled_linear(*given, vector, name, *low)
@@ -75,7 +82,7 @@ def _term(x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """A term of 8 ranks in dtype, which is that of x unless x is e4m3; the sums that make it are ready for any rank."""
     kept = x.dtype if dtype is None else dtype
     down, up = torch.zeros(8, WIDE, device=x.device).to(x.dtype), torch.zeros(WIDE, 8, dtype=kept, device=x.device)
-    scale = torch.zeros(8, device=x.device)
+    scale = torch.zeros(8, dtype=torch.float32, device=x.device)
     if x.dtype is torch.float8_e4m3fn:
         t = ops.scaled_low_rank(x, down, scale, str(kept).removeprefix("torch."))
         kernels = ops.scaled_low_rank.backend(x, down, scale).name == "triton"

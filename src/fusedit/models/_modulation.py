@@ -240,7 +240,7 @@ class _Group(NamedTuple):
         for columns, term in self.adapted:
             part = y[:, columns]
             # Rows of the table have it already. Whether a row is one of them is known on the device alone.
-            missed = (1 - hit.float(), torch.ones(part.shape[1], device=x.device)) if table else ()
+            missed = (1 - hit.float(), torch.ones(part.shape[1], dtype=torch.float32, device=x.device)) if table else ()
             then(part, first(x, term.down, term.scale), term.up, term.part, *missed, out=part)
         return y
 

@@ -136,7 +136,7 @@ def _table(ids: list[torch.Tensor], rope: Any, same: bool) -> Table:
     lengths = [len(part) for part in ids]
     longest = max(lengths)
     turns = [rope(part) for part in (ids[:1] if same else ids)]
-    cos = torch.zeros(len(turns), longest, turns[0].shape[-1], device=ids[0].device)
+    cos = torch.zeros(len(turns), longest, turns[0].shape[-1], dtype=torch.float32, device=ids[0].device)
     sin = torch.zeros_like(cos)
     for i, turn in enumerate(turns):
         cos[i, : len(turn)], sin[i, : len(turn)] = turn.real, turn.imag

@@ -70,9 +70,9 @@ def attend(made: Quantised, T: int, o: Tensor, variant: Variant) -> None:
         k = made.k8.view(heads, blocks, KEYS, D)[head].float()
         v = made.v8[head].float().t()
         v = torch.empty_like(v).index_copy_(0, keys, v).view(blocks, KEYS, D)
-        most = torch.full((len(q), 1), -torch.inf, device=o.device)
+        most = torch.full((len(q), 1), -torch.inf, dtype=torch.float32, device=o.device)
         total = torch.zeros_like(most)
-        y = torch.zeros(len(q), D, device=o.device)
+        y = torch.zeros(len(q), D, dtype=torch.float32, device=o.device)
         for block in (blocks - 1, *range(blocks - 1)):  # the one whose keys may end first, as in the kernel
             x = q @ k[block].t() * (made.q_scale[head, :, None] * made.scales[head, block, 0])
             if block == blocks - 1:

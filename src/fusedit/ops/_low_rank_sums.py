@@ -196,7 +196,7 @@ def run(
 
 def make_ready(x: Tensor, down: Tensor, dtype: torch.dtype) -> None:
     """Compile all that sums of x [1, S, K] and down [P, K], like these in dtype, may need at any size and rank."""
-    scale = torch.zeros(down.shape[0], device=x.device)
+    scale = torch.zeros(down.shape[0], dtype=torch.float32, device=x.device)
     out = torch.empty((*x.shape[:-1], down.shape[0]), dtype=dtype, device=x.device)
     for width in WIDTHS:
         for count in (1, 2):

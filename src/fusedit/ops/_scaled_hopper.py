@@ -188,7 +188,7 @@ def make_ready(act: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None
     _known.add(key)
     N = COLUMNS if act != "gelu" else 2 * COLUMNS
     few, wide = x.new_zeros(1, 8, STEP), x.new_zeros(N, STEP)
-    scale, weight_scale = torch.ones(1, 8, device=x.device), torch.ones(N, device=x.device)
+    scale, weight_scale = (torch.ones(shape, dtype=torch.float32, device=x.device) for shape in ((1, 8), (N,)))
     u = torch.zeros(1, 8, N, dtype=torch.bfloat16, device=x.device)
     own = None if bias is None else bias.new_zeros(N)
     if act == "none":

@@ -111,7 +111,7 @@ def _matrix(
             y.copy_(made)
         return
     if name == "tensorwise":
-        one = torch.ones((), device=x.device)
+        one = torch.ones((), dtype=torch.float32, device=x.device)
         made = torch._scaled_mm(
             _aligned(x), weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
         )
@@ -149,7 +149,7 @@ def _takes_slices(device: torch.device) -> bool:
 def _try_slices(device: torch.device) -> bool:
     with torch.no_grad(), torch.cuda.device(device):
         x = torch.ones(64, 64, device=device).to(torch.float8_e4m3fn)
-        one = torch.ones(64, device=device)
+        one = torch.ones(64, dtype=torch.float32, device=device)
         buffer = torch.full((64, 192), -1.0, dtype=torch.bfloat16, device=device)
         try:
             torch._scaled_mm(

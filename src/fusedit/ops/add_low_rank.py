@@ -302,7 +302,7 @@ def add_low_rank(
 def make_ready(y: Tensor, dtype: torch.dtype, *, scaled: bool = False) -> None:
     """Compile what terms in dtype need beside results [..., N] like y, at any rank; with scales or without."""
     y = y.new_zeros(1, 1, BN)
-    scales = (torch.ones(1, 1, device=y.device), torch.ones(BN, device=y.device)) if scaled else (None, None)
+    scales = [torch.ones(shape, dtype=torch.float32, device=y.device) if scaled else None for shape in ((1, 1), (BN,))]
     for ranks in (8, BR + 8):
         t, up = (torch.zeros(shape, dtype=dtype, device=y.device) for shape in ((1, 1, ranks), (BN, ranks)))
         add_low_rank(y, t, up, 0, *scales, out=y)

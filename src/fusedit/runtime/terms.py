@@ -310,7 +310,7 @@ def _filled(
     divided = layout.form != "beside" and scale_of(found[0].base) is not None
     alone = len(found) == 1 and len(branches) == 1 and len(down) == R and not divided
     if alone and all(t.dtype is dtype and t.is_contiguous() for t in (down, up)):
-        term = Term(down.detach(), up.detach(), torch.zeros(R, device=down.device), 0)
+        term = Term(down.detach(), up.detach(), torch.zeros(R, dtype=torch.float32, device=down.device), 0)
         _fill_scales(term, None, layout, parts)
         return term, None, False
     if former is not None and former.copies and former.layout == layout and _alike(former.term.up, dtype, up):
@@ -318,7 +318,12 @@ def _filled(
     else:  # of zeros, not of whatever was there: padding may not bring NaN in
         N = layout.outputs[-1] + len(_weight(found[-1]))
         own = down.new_zeros(P * R, down.shape[1], dtype=E4M3 if divided else dtype)
-        term = Term(own, up.new_zeros(N, R, dtype=dtype), torch.zeros(P * R, device=down.device), layout.part)
+        term = Term(
+            own,
+            up.new_zeros(N, R, dtype=dtype),
+            torch.zeros(P * R, dtype=torch.float32, device=down.device),
+            layout.part,
+        )
         steps = torch.zeros_like(term.scale) if divided else None
     for part, row, column, output in zip(found, layout.rows, layout.columns, layout.outputs, strict=True):
         for branch in part.branches:

@@ -199,3 +199,20 @@ def test_all_that_a_lora_may_need_is_launched_before_there_is_one(dtype: torch.d
         ops.registry()[name].ran.clear()
     lora_ready(torch.zeros(1, 3, 8, dtype=dtype), codes=True, **options)
     assert all(ops.registry()[name].ran["plain"] for name in used)
+
+
+@each_kind
+@pytest.mark.parametrize("base", ["exact", "fp8"])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_another_default_dtype_changes_nothing(kind: Kind, base: str, default: torch.dtype) -> None:
+    """Other code may have called torch.set_default_dtype: what is made here says which dtype it has."""
+    reference, pipe = kind.pipe(), kind.pipe()
+    torch.set_default_dtype(default)
+    try:
+        fusedit.accelerate(pipe, base)
+        for each in (reference, pipe):
+            load(each, "a", size=0.1)
+        distance = relative(kind.call(pipe), kind.call(reference))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert distance < (1e-3 if base == "exact" else 0.2)
