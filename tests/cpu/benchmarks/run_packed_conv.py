@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from support.interpreter import patch_once
 
 from benchmarks import packed_conv
 from fusedit.ops import pack_tiles
@@ -25,6 +28,7 @@ CASES = {
 def main() -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    patch_once()
     found: dict[str, float] = {}
     for name, (N, C, H, W, K) in CASES.items():
         for R in (3, 1):

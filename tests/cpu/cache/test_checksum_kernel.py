@@ -6,20 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripts import run_script
+from support.scripts import once, run_script
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
-    return run_script(HERE / "run_checksum_interpreted.py", TRITON_INTERPRET="1")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    script = HERE / "run_checksum_interpreted.py"
+    return once(tmp_path_factory, "checksum", lambda: run_script(script, TRITON_INTERPRET="1"))
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_script(HERE / "run_checksum_compiled.py", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+    script, cache = HERE / "run_checksum_compiled.py", str(tmp_path_factory.mktemp("triton"))
+    return once(tmp_path_factory, "checksum-compiled", lambda: run_script(script, TRITON_CACHE_DIR=cache))
 
 
 CASES = (

@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "ops"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from support.interpreter import patch_once
 
 from fusedit.float8 import round_panel as module
 from fusedit.ops import _triton
@@ -34,6 +37,7 @@ def interpreted() -> dict[str, bool]:
 def main() -> None:
     torch.set_num_threads(1)
     if _triton.INTERPRETING:
+        patch_once()
         print(json.dumps(interpreted()))
         return
     from run_compiled import compile_for

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.scripts import run_script
+from support.scripts import once, run_script
 
 from fusedit.ops import _attention_scores, _triton
 from fusedit.ops._attention_scores import STEP
@@ -17,10 +17,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("triton")
-    found: dict[str, Any] = run_script(HERE / "run_attention_scores.py", TRITON_INTERPRET="1")
-    return found
+    script = HERE / "run_attention_scores.py"
+    return once(tmp_path_factory, "attention-scores", lambda: run_script(script, TRITON_INTERPRET="1"))
 
 
 def cases(interpreted: dict[str, Any], part: str) -> dict[str, Any]:

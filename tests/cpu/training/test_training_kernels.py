@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.scripts import run_script
+from support.scripts import once, run_script
 
 pytest.importorskip("triton")
 from support.training_kernels import CASES, Case, norm, results
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, list[str]]:
-    return run_script(Path(__file__).with_name("run_interpreted.py"), TRITON_INTERPRET="1")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    script = Path(__file__).with_name("run_interpreted.py")
+    return once(tmp_path_factory, "training", lambda: run_script(script, TRITON_INTERPRET="1"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
