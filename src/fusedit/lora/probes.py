@@ -225,8 +225,9 @@ class _Packed(NamedTuple):
 def _as_codes(pairs: Sequence[Joined], dtype: torch.dtype) -> list[Joined]:
     """The same with `down` rounded to e4m3, each row with a scale of its own, as the fused products of this dtype take
     it: so that rounding, which may be 1/16 of each number, does not hide what else is off."""
-    codes, scale, _ = quantized(stacked([each.down for each in pairs]).to(dtype))
-    rounded = codes.float() * scale[..., None]
+    down = stacked([each.down for each in pairs]).to(dtype).float()
+    codes, scale, _ = quantized(down * 2.0**64)  # of which no row is so small that it would count as zeros
+    rounded = codes.float() * (scale / 2.0**64)[..., None]
     return [each._replace(down=down) for each, down in zip(pairs, rounded, strict=True)]
 
 

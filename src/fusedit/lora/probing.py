@@ -159,9 +159,13 @@ def compared(d: Tensor, y0: Tensor | None, x: Tensor, pairs: Sequence[Joined], d
     del wide
     allowed = (n + 6) * u * size + _TINY
     error, clear = d - right, torch.where(right.abs() > 2 * n * u * size, right, 0)
+    each = (error.abs() / allowed).amax((1, 2))
+    peak = right.abs().amax((1, 2), keepdim=True).clamp_min_(1.0)  # whose square fp32 may not hold
+    for t in (error, clear, right, allowed):
+        t /= peak
     square = 0.625 * (clear * clear).sum((1, 2)) + _norm(allowed * clear) + _TINY
     together = (error * clear).sum((1, 2)).abs() / square
-    return [(error.abs() / allowed).amax((1, 2)), together, _norm(error) / (_norm(right) + _TINY)]
+    return [each, together, _norm(error) / (_norm(right) + _TINY)]
 
 
 def lows(x: Tensor, downs: Sequence[Tensor], scale: Tensor) -> Tensor:

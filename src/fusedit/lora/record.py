@@ -135,7 +135,9 @@ def _state(modules: dict[str, nn.Module], name: str) -> str:
         return "is switched off"
     if not any(name in active_in(module) for module in modules.values()):
         return "is not active"
-    scales = sorted({_scale(layer, name) for layer in layers})
+    scales = sorted({_scale(layer, name) for layer in layers if hasattr(layer, "lora_alpha")})
+    if not scales:  # another kind of adapter, injected by peft itself
+        return "is active"
     return f"at {scales[0]:g}" if len(scales) == 1 else f"at {scales[0]:g} to {scales[-1]:g}"
 
 

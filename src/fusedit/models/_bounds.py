@@ -84,6 +84,8 @@ def changes(part: Split) -> Tensor:
     made = torch.zeros_like(layer.weight_scale)
     for down, up, scale in part.branches:
         a, b = down.float(), up.float()
+        peak = a.abs().amax().clamp_min_(2.0**-126)  # squares of very small or large numbers are 0 or infinite
+        a, b = a / peak, b * peak
         square = ((b @ (a @ a.T)) * b).sum(dim=1)
         made += abs(scale) * square.clamp_min_(0).sqrt_()
     return made

@@ -29,6 +29,9 @@ Tensor = torch.Tensor
 Form = Literal["parts", "joint", "beside"]
 MOST_RANKS: Final = 256
 """Of one layer: beyond, a term is no longer small beside the product, and two products of the library serve."""
+LIFT: Final = 2.0**64
+"""Times which matrices are rounded to codes: rows below 2^-91 count as zeros there, and with B as large as A is small
+they may be all of a LoRA. fp16 has nothing as small."""
 ALIGN: Final = 8
 """Ranks are padded to 16 bytes of half precision."""
 
@@ -334,12 +337,22 @@ def _filled(
                 term.down[rows].copy_(branch.down)
                 target.copy_(branch.up)
             else:
-                read = branch.down.detach().to(getattr(part.base, "compute_dtype", dtype))  # whose kernel is compiled
-                term.down[rows], steps[rows], _ = ops.quantize_rows.direct(read)
+                term.down[rows], steps[rows] = coded(branch.down, getattr(part.base, "compute_dtype", dtype))
                 torch.div(branch.up, scale_of(part.base)[:, None], out=target)  # type: ignore[index]
             row, column = row + ranks, column + ranks
     _fill_scales(term, steps, layout, parts)
     return term, steps, True
+
+
+def coded(down: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """down [..., R, K] as codes with a scale fp32 a row [..., R].
+
+    Args:
+        dtype: that the model computes in, whose kernel is compiled.
+    """
+    lift = 1.0 if dtype is torch.float16 else LIFT
+    codes, scale, _ = ops.quantize_rows.direct(down.detach().to(dtype) * lift)
+    return codes, scale / lift
 
 
 def _alike(kept: Tensor, dtype: torch.dtype, up: Tensor) -> bool:

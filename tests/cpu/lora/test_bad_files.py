@@ -124,6 +124,11 @@ def test_nan_names_the_key(value: float, dtype: torch.dtype) -> None:
     assert f"key {UP!r} holds NaN or infinity" in refused(lambda: parse(bad))
 
 
+def test_fp64_beyond_fp32_names_the_key() -> None:
+    bad = {key: tensor.double() * 1e300 if key == UP else tensor for key, tensor in GOOD.items()}
+    assert f"key {UP!r} holds numbers beyond fp32" in refused(lambda: parse(bad))
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

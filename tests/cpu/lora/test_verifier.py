@@ -391,3 +391,18 @@ def test_a_weak_lora_twice_too_strong_is_told_from_rounding(size: float) -> None
         pairs = [joined([Branch(down, up, scale)], base.new_empty(N, K))]
         each, together, _ = (float(v) for v in compared(d[None], base[None], x.float(), pairs, torch.bfloat16))
         assert (max(each, together) <= 1) is (factor == 1 or size <= 0.001), (factor, each, together)
+
+
+def test_a_lora_whose_square_fp32_does_not_hold_is_right_all_the_same() -> None:
+    pipe, handle = quantised(FLUX, torch.bfloat16)
+    strong = {key: t * (1e20 if "lora_B" in key else 1) for key, t in a_lora(pipe).items() if "to_q" in key}
+    fusedit.load_lora(pipe, strong, "a")
+    assert any(note.startswith("LoRAs verified on ") for note in told(handle))
+
+
+def test_another_kind_of_adapter_is_told_and_not_taken_for_a_lora() -> None:
+    from peft import LoHaConfig, inject_adapter_in_model
+
+    pipe, handle = quantised(FLUX)
+    inject_adapter_in_model(LoHaConfig(target_modules=["to_q"]), pipe.transformer, "h")
+    assert [note for note in handle.report().notes if "'h'" in note] == ["LoRA 'h' is active: on 5 layers"]

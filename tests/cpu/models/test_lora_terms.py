@@ -216,3 +216,21 @@ def test_another_default_dtype_changes_nothing(kind: Kind, base: str, default: t
     finally:
         torch.set_default_dtype(torch.float32)
     assert distance < (1e-3 if base == "exact" else 0.2)
+
+
+@each_kind
+@pytest.mark.parametrize("small", [2.0**-95, 2.0**-113])
+def test_a_lora_is_not_lost_however_small_its_first_half(kind: Kind, small: float) -> None:
+    """Rows of numbers below 2^-91 count as zeros where activations are quantised. A power of two rounds nothing."""
+    pipe = kind.pipe()
+    fusedit.accelerate(pipe, "fp8")
+    plain, made = kind.call(pipe), []
+    for factors in ({}, {"lora_A": small, "lora_B": 1 / small}):
+        state = dict(mixed_state(pipe, 0, (), 0.1).tensors)
+        for key, tensor in state.items():
+            state[key] = tensor * next((by for name, by in factors.items() if name in key), 1)
+        fusedit.load_lora(pipe, state, "a")
+        made.append(kind.call(pipe))
+        fusedit.unload_lora(pipe, "a")
+    assert relative(made[0], plain) > 0.05
+    assert relative(*made) < 1e-3
