@@ -316,11 +316,18 @@ def _filled(
         term = Term(down.detach(), up.detach(), torch.zeros(R, dtype=torch.float32, device=down.device), 0)
         _fill_scales(term, None, layout, parts)
         return term, None, False
-    if former is not None and former.copies and former.layout == layout and _alike(former.term.up, dtype, up):
+    down_dtype = E4M3 if divided else dtype
+    if (
+        former is not None
+        and former.copies
+        and former.layout == layout
+        and _alike(former.term.down, down_dtype, down)
+        and _alike(former.term.up, dtype, up)
+    ):
         term, steps = former.term, former.steps
     else:  # of zeros, not of whatever was there: padding may not bring NaN in
         N = layout.outputs[-1] + len(_weight(found[-1]))
-        own = down.new_zeros(P * R, down.shape[1], dtype=E4M3 if divided else dtype)
+        own = down.new_zeros(P * R, down.shape[1], dtype=down_dtype)
         term = Term(
             own,
             up.new_zeros(N, R, dtype=dtype),
@@ -355,8 +362,8 @@ def coded(down: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes, scale / lift
 
 
-def _alike(kept: Tensor, dtype: torch.dtype, up: Tensor) -> bool:
-    return kept.dtype is dtype and kept.device == up.device
+def _alike(kept: Tensor, dtype: torch.dtype, matrix: Tensor) -> bool:
+    return kept.dtype is dtype and kept.device == matrix.device
 
 
 def _fill_scales(term: Term, steps: Tensor | None, layout: _Layout, parts: Sequence[Split | None]) -> None:

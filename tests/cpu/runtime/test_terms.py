@@ -282,6 +282,18 @@ def test_what_cannot_be_a_term_is_said(terms: Terms, change: Any, words: str) ->
     assert bool(terms.reasons) or any(part is None for part in parts(layers))
 
 
+def test_layers_that_become_codes_get_a_term_of_codes(terms: Terms) -> None:
+    layers, x = [layer(16, (4, 6)), layer(16, (2,))], torch.randn(3, K)
+    term(terms, layers)
+    for one in layers:
+        Float8Linear.convert(one.base_layer, activations=True, keep=False)
+    terms.refresh()
+    expected = dense(layers, x, divided=True)
+    torch.testing.assert_close(
+        added(term(terms, layers), x), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+    )
+
+
 def test_codes_take_matrices_of_any_dtype(terms: Terms) -> None:
     layers = [layer(16, (4,), codes=True)]
     for half in (layers[0].lora_A, layers[0].lora_B):
