@@ -31,7 +31,7 @@ from fusedit.lora.probing import (
 )
 from fusedit.ops._fp8 import E4M3, quantized
 from fusedit.runtime.branches import Branch
-from fusedit.runtime.terms import Piece
+from fusedit.runtime.terms import LIFT, Piece
 
 _MOST: Final = 64 << 20
 """Bytes of fp32 that comparing layers together may take."""
@@ -226,8 +226,8 @@ def _as_codes(pairs: Sequence[Joined], dtype: torch.dtype) -> list[Joined]:
     """The same with `down` rounded to e4m3, each row with a scale of its own, as the fused products of this dtype take
     it: so that rounding, which may be 1/16 of each number, does not hide what else is off."""
     down = stacked([each.down for each in pairs]).to(dtype).float()
-    codes, scale, _ = quantized(down * 2.0**64)  # of which no row is so small that it would count as zeros
-    rounded = codes.float() * (scale / 2.0**64)[..., None]
+    codes, scale, _ = quantized(down * LIFT)  # of which no row is so small that it would count as zeros
+    rounded = codes.float() * (scale / LIFT)[..., None]
     return [each._replace(down=down) for each, down in zip(pairs, rounded, strict=True)]
 
 

@@ -83,12 +83,9 @@ def _term(x: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     kept = x.dtype if dtype is None else dtype
     down, up = torch.zeros(8, WIDE, device=x.device).to(x.dtype), torch.zeros(WIDE, 8, dtype=kept, device=x.device)
     scale = torch.zeros(8, dtype=torch.float32, device=x.device)
-    if x.dtype is torch.float8_e4m3fn:
-        t = ops.scaled_low_rank(x, down, scale, str(kept).removeprefix("torch."))
-        kernels = ops.scaled_low_rank.backend(x, down, scale).name == "triton"
-    else:
-        t = ops.low_rank(x, down, scale)
-        kernels = ops.low_rank.backend(x, down, scale).name == "triton"
-    if kernels:
+    codes = x.dtype is torch.float8_e4m3fn
+    op, named = (ops.scaled_low_rank, (str(kept).removeprefix("torch."),)) if codes else (ops.low_rank, ())
+    t = op(x, down, scale, *named)
+    if op.backend(x, down, scale, *named).name == "triton":
         _low_rank_sums.make_ready(x, down, kept)
     return t, up

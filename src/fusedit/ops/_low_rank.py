@@ -17,6 +17,8 @@ from fusedit.errors import OpError
 from fusedit.ops import _check
 from fusedit.ops._cases import T
 from fusedit.ops._fp8 import E4M3
+from fusedit.ops._op import Cost
+from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 
@@ -56,6 +58,18 @@ def operands(op: str, x: Tensor, down: Tensor, scale: Tensor) -> tuple[int, ...]
     _check.like(op, "down", down, x, (P, x.shape[-1]))
     _check.like(op, "scale", scale, x, (P,), torch.float32)
     return (*x.shape[:-1], P)
+
+
+def sums(x: Tensor, down: Tensor, scale: Tensor) -> Tensor:
+    """The first half in fp32, in fp64 where one of these is fp64."""
+    x, down, scale = wide(x, down, scale)
+    return (x @ down.T) * scale
+
+
+def cost(x: Tensor, down: Tensor, scale: Tensor, dtype: torch.dtype) -> Cost:
+    """Of the first half, whose t is of this dtype."""
+    count, P = x.numel() // max(1, x.shape[-1]), down.shape[0]
+    return Cost(x.nbytes + down.nbytes + scale.nbytes + count * P * dtype.itemsize, 2 * count * down.numel())
 
 
 def low_rank(t: Tensor, up: Tensor, part: int) -> Tensor:

@@ -21,14 +21,12 @@ from fusedit.ops import _check, _low_rank, _low_rank_sums, _triton
 from fusedit.ops._build import Build
 from fusedit.ops._cases import Case, T
 from fusedit.ops._op import Cost, op
-from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 
 
 def reference(x: Tensor, down: Tensor, scale: Tensor) -> Tensor:
-    x, down, scale = wide(x, down, scale)
-    return (x @ down.T) * scale
+    return _low_rank.sums(x, down, scale)
 
 
 def plain(x: Tensor, down: Tensor, scale: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -42,8 +40,7 @@ def check(x: Tensor, down: Tensor, scale: Tensor) -> tuple[tuple[int, ...]]:
 
 
 def cost(x: Tensor, down: Tensor, scale: Tensor) -> Cost:
-    count, P = x.numel() // max(1, x.shape[-1]), down.shape[0]
-    return Cost(x.nbytes + down.nbytes + scale.nbytes + count * P * x.element_size(), 2 * count * down.numel())
+    return _low_rank.cost(x, down, scale, x.dtype)
 
 
 def limit(x: Tensor, *_: Any, **__: Any) -> str:

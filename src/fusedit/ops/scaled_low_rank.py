@@ -23,15 +23,13 @@ from fusedit.ops._cases import Case, T
 from fusedit.ops._fp8 import E4M3
 from fusedit.ops._op import Cost, op
 from fusedit.ops._scaled import DTYPES, codes
-from fusedit.ops._values import wide
 
 Tensor = torch.Tensor
 
 
 def reference(x: Tensor, down: Tensor, scale: Tensor, dtype: str = "bfloat16") -> Tensor:
     del dtype
-    x, down, scale = wide(x, down, scale)
-    return (x @ down.T) * scale
+    return _low_rank.sums(x, down, scale)
 
 
 def plain(x: Tensor, down: Tensor, scale: Tensor, dtype: str = "bfloat16", *, out: Tensor | None = None) -> Tensor:
@@ -46,9 +44,7 @@ def check(x: Tensor, down: Tensor, scale: Tensor, dtype: str = "bfloat16") -> tu
 
 
 def cost(x: Tensor, down: Tensor, scale: Tensor, dtype: str = "bfloat16") -> Cost:
-    count, P = x.numel() // max(1, x.shape[-1]), down.shape[0]
-    written = count * P * DTYPES[dtype].itemsize
-    return Cost(x.nbytes + down.nbytes + scale.nbytes + written, 2 * count * down.numel())
+    return _low_rank.cost(x, down, scale, DTYPES[dtype])
 
 
 def dtypes(*args: Any, dtype: str = "bfloat16", **_: Any) -> tuple[torch.dtype]:
