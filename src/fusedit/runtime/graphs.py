@@ -7,7 +7,6 @@ runs eagerly. Its output is copied out before anyone sees it.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,6 +21,7 @@ from torch import nn
 
 from fusedit.report import CacheReport
 from fusedit.runtime.branches import from_peft
+from fusedit.runtime.collection import no_collection
 from fusedit.runtime.counters import Counters
 
 CAPACITY: Final = 4
@@ -274,7 +274,8 @@ _ONE_CAPTURE: Final = Lock()  # at a time in a process: torch allows no two
 def _captured(given: Tensors, body: Body, pool: Any, stream: Any, counted: Counters) -> _Graph:
     graph = torch.cuda.CUDAGraph()
     # Not in inference mode: what is made in it could not be written outside of it, by a later replay.
-    with _ONE_CAPTURE, torch.inference_mode(False), torch.no_grad(), _no_collection():
+    # No collection either: it might destroy CUDA objects, which invalidates a capture.
+    with _ONE_CAPTURE, torch.inference_mode(False), torch.no_grad(), no_collection():
         inputs = tuple(t.clone() for t in given)
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
@@ -323,15 +324,3 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         graph.capture_end()
     with suppress(Exception):
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection inside: it might destroy CUDA objects, which invalidates a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

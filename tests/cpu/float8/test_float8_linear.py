@@ -38,6 +38,19 @@ def test_is_near_the_layer_it_was_made_of(activations: bool, bias: bool) -> None
     assert made(x).shape == (2, 5, 48)
 
 
+@pytest.mark.parametrize("K", [3072, 9216, 12288])
+def test_any_number_of_rows(K: int) -> None:
+    """FP8-02."""
+    torch.manual_seed(0)
+    stock = nn.Linear(K, 32, bias=False)
+    made = Float8Linear.convert(copy.deepcopy(stock), activations=True, keep=False)
+    x = torch.randn(257, K)
+    with torch.no_grad():
+        right = stock(x)
+        for rows in (1, 2, 15, 16, 17, 127, 256, 257):
+            assert 0 < relative(made(x[:rows]), right[:rows]) < 0.06, rows
+
+
 def test_each_output_has_a_scale_of_its_own_and_the_largest_weight_is_448() -> None:
     weight = torch.randn(6, 32) * torch.tensor([1e-3, 1.0, 1e3, 0.1, 10.0, 0.0])[:, None]
     codes, scale = quantise_weight(weight)

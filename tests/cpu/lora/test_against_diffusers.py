@@ -147,6 +147,7 @@ def test_bfl_control_with_norms() -> None:
 
 @pytest.mark.parametrize("form", ["ai-toolkit", "kohya", "dots"])
 def test_z_image(form: str) -> None:
+    """LF-02."""
     own = linear_layers(tiny("z-image"))
     prefix, ends, flat = {
         "ai-toolkit": ("diffusion_model.", PEFT, False),

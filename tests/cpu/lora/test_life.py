@@ -155,6 +155,7 @@ def test_names_come_from_files_and_stay_unique(tmp_path: Path) -> None:
 
 
 def test_a_partial_match_lists_what_did_not_match() -> None:
+    """LF-07."""
     pipe = FLUX.pipe()
     handle = fusedit.accelerate(pipe)
     state = lora_state(pipe, names=("proj_out",))

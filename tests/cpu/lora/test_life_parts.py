@@ -46,6 +46,7 @@ def draw(pipe: Any) -> torch.Tensor:
 
 
 def test_text_encoder_parts_are_applied_noticed_by_the_prompt_cache_and_taken_back() -> None:
+    """LF-05."""
     reference, pipe = whole_pipes.flux_pipe(), whole_pipes.flux_pipe()
     state = lora_state(pipe, names=("to_q",)) | text_state(pipe, "text_encoder")
     plain, before = draw(pipe), pieces(pipe)

@@ -129,6 +129,7 @@ def z_image_keys() -> dict[str, tuple[int, ...]]:
 
 
 def test_every_matrix_of_a_z_image_checkpoint_has_a_place() -> None:
+    """LF-02, LF-07: fused qkv, context refiner, final layer and adaLN among them."""
     tensors = fill({key: tuple(-(-n // 80) * 3 if n > 1 else 1 for n in s) for key, s in z_image_keys().items()})
     file = parse(tensors)
     assert (file.format, file.family, file.unmatched) == ("ai-toolkit", "z-image", ())

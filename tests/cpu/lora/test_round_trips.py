@@ -210,6 +210,7 @@ def test_former_attention_processors() -> None:
 
 @pytest.mark.parametrize("rank", [3, 4, 16, 64])
 def test_a_shared_down_matrix_is_never_divided(rank: int) -> None:
+    """LF-03."""
     shapes = {"double_blocks.0.img_attn.qkv": (96, 32), "single_blocks.0.linear1": (224, 32)}
     tensors = fill(lora_shapes(shapes, rank, ".lora_A.weight", ".lora_B.weight"))
     layers = parse(tensors).layers

@@ -24,11 +24,13 @@ def pair(name: str, rank: int = 2, rows: int = HIDDEN, columns: int = HIDDEN, se
 
 
 def test_without_alpha_the_scale_is_one_at_any_rank() -> None:
+    """LF-04, with the two below."""
     layers = parse({**pair(TO_Q, 2), **pair(TO_K, 8)}).layers
     assert [(layers[path].rank, layers[path].scale) for path in (TO_Q, TO_K)] == [(2, 1.0), (8, 1.0)]
 
 
 def test_alpha_over_rank_is_each_layers_own() -> None:
+    """LF-04."""
     alphas = {f"{TO_Q}.alpha": torch.tensor(4.0), f"{TO_K}.alpha": torch.tensor(4.0)}
     layers = parse({**pair(TO_Q, 2), **pair(TO_K, 8), **alphas}).layers
     assert [layers[path].scale for path in (TO_Q, TO_K)] == [2.0, 0.5]
@@ -36,6 +38,7 @@ def test_alpha_over_rank_is_each_layers_own() -> None:
 
 
 def test_alphas_for_some_layers_only() -> None:
+    """LF-04."""
     layers = parse({**pair(TO_Q, 2), **pair(TO_K, 8), f"{TO_K}.alpha": torch.tensor(2.0)}).layers
     assert [layers[path].scale for path in (TO_Q, TO_K)] == [1.0, 0.25]
 

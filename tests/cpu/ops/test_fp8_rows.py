@@ -45,12 +45,14 @@ def ulp(x: Tensor) -> Tensor:
 
 
 def test_the_cast_saturates_and_keeps_nan() -> None:
+    """FP8-04, with the one below."""
     q = _fp8.to_e4m3(BEYOND).float()
     assert q[:8].tolist() == [448.0, 448.0, 448.0, 448.0, 448.0, -448.0, 448.0, -448.0]
     assert q[8].isnan()
 
 
 def test_given_scales_saturate_numbers_and_show_inf_and_nan() -> None:
+    """FP8-04."""
     q = ops.scale_rows(BEYOND[None], torch.ones(1))[0].float()
     assert q[:6].tolist() == [448.0, 448.0, 448.0, 448.0, 448.0, -448.0]
     assert q[6:].isnan().all()

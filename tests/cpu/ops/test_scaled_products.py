@@ -115,6 +115,7 @@ def test_what_no_scaled_product_takes_is_dequantised(
 
 @pytest.mark.usefixtures("hopper")
 def test_half_precision_does_not_overflow_from_unscaled_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8-05."""
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
     x, weight = (torch.full(shape, 448.0).to(E4M3) for shape in ((16, 64), (96, 64)))
     scale, weight_scale = torch.full((16,), 1e-3), torch.full((96,), 1e-3)  # sums of 1.3e7

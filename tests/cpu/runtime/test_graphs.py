@@ -17,7 +17,6 @@ from torch import nn
 from fusedit.models.autoencoder_kl import AutoencoderKL
 from fusedit.models.flux import Flux
 from fusedit.plan import Plan
-from fusedit.runtime import graphs
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.graphs import CAPACITY, StepGraphs, state_of
 
@@ -605,13 +604,3 @@ def test_clearing_lets_go_of_everything(recordings: Recordings) -> None:
     assert steps.graphs.report().entries == 0
     steps()
     assert recordings.log[-1] == "eager"
-
-
-def test_no_collection_while_capturing() -> None:
-    assert gc.isenabled()
-    with graphs._no_collection():
-        assert not gc.isenabled()
-        with graphs._no_collection():
-            pass
-        assert not gc.isenabled()
-    assert gc.isenabled()

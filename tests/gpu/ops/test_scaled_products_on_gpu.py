@@ -94,6 +94,17 @@ def test_the_kernel_at_any_size(act: str, B: int, S: int, K: int, N: int, R: int
     assert bool(codes.float().isnan().all())
 
 
+@pytest.mark.parametrize("N", [64, 3072, 3080])
+@pytest.mark.parametrize("K", [3072, 9216, 12288])
+def test_no_size_is_refused_by_what_serves_it(K: int, N: int) -> None:
+    """FP8-02: libraries refuse some of these on some chips. 3080 outputs are no multiple of 16."""
+    x, x_scale, weight, weight_scale = operands(1, 4096, K, N)
+    truth = _scaled.product(x.double(), x_scale.double(), weight.double(), weight_scale.double())
+    for rows in (1, 2, 15, 16, 17, 127, 256, 257, 4096):
+        y = ops.scaled_linear(x[:, :rows], x_scale[:, :rows], weight, weight_scale, None)
+        assert error(y, truth[:, :rows]).relative_l2 < 0.005, rows
+
+
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("N", [2320, 6160])
 def test_a_gate_whose_rows_of_codes_end_inside_16_bytes_is_the_library_s(N: int) -> None:
