@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fusedit.runtime import graphs
+from fusedit.runtime import graphs, pace
 from fusedit.runtime.counters import Counters
 
 GPU_BOUND = "the GPU is the limit, not the host"
@@ -74,26 +74,30 @@ class _Event:
         self.timing = enable_timing
 
     def record(self, _stream: Any = None) -> None:
+        self.at = self.recordings.clock.last
         if not self.timing:
             self.recordings.last = self
 
     def synchronize(self) -> None:
         assert self.timing
 
-    def elapsed_time(self, _end: Any) -> float:
+    def query(self) -> bool:
+        """The step before is done on the GPU when the host comes with the next."""
+        return self.recordings.host_bound or self.recordings.waits
+
+    def elapsed_time(self, end: Any) -> float:
         """A GPU is never done before the host has told it what to do, here a thousandth after that."""
-        return 1001.0 * self.recordings.clock.span if self.recordings.host_bound else 1e9
+        return 1001.0 * (end.at - self.at) if self.recordings.host_bound else 1e9
 
 
 class _Clock(threading.local):
-    """Stands in for the module `time`: what a thread read last, and how long that was after the time before."""
+    """Stands in for the module `time`: what a thread read last."""
 
-    last = span = 0.0
+    last = 0.0
 
     def perf_counter(self) -> float:
-        now = time.perf_counter()
-        self.last, self.span = now, now - self.last
-        return now
+        self.last = time.perf_counter()
+        return self.last
 
 
 class _Stream:
@@ -124,6 +128,7 @@ class Recordings:
     Attributes:
         log: "eager", "timed" or "captured" for each run of a denoising step's Python code, in order.
         host_bound: whether the host is slower than the GPU.
+        waits: whether the caller waits for the GPU after each step.
         failures: raised by the next captures, after the step ran.
         broken: a capture that failed cannot be ended either, as after a synchronisation inside a real one.
         packed: what was packed inside a capture, which no capture may do.
@@ -134,7 +139,7 @@ class Recordings:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.host_bound = True
+        self.host_bound, self.waits = True, False
         self.failures: list[BaseException] = []
         self.broken = False
         self.packed: list[dict[str, int]] = []
@@ -144,23 +149,23 @@ class Recordings:
         self.last: Any = None
         self.waited: Any = None
 
-    def timed(self, *args: Any) -> tuple[torch.Tensor, str]:
+    def timed(self, *args: Any) -> tuple[torch.Tensor, bool]:
         self.how = "timed"
         try:
             return _TIMED(*args)
         finally:
             self.how = "eager"
 
-    def graph(self, graph: Any, inputs: graphs.Tensors, output: torch.Tensor, counted: Counters) -> graphs._Graph:
+    def graph(self, graph: Any, inputs: pace.Tensors, output: torch.Tensor, counted: Counters) -> graphs._Graph:
         packed = {what: count for what, count in counted.events.items() if "packed" in what}
         if packed:
             self.packed.append(packed)
         return _GRAPH(graph, inputs, output, counted)
 
     def run(
-        self, steps: graphs.StepGraphs, key: Any, module: Any, inputs: Any, body: graphs.Body, *rest: Any
+        self, steps: graphs.StepGraphs, key: Any, module: Any, inputs: Any, body: pace.Body, *rest: Any
     ) -> torch.Tensor:
-        def noted(tensors: graphs.Tensors) -> torch.Tensor:
+        def noted(tensors: pace.Tensors) -> torch.Tensor:
             denoises = steps.name == "graphs"  # and is no VAE, whose calls are recorded but not told
             if denoises:
                 self.log.append(self.how)
@@ -219,7 +224,7 @@ class _RecordedGraph:
                     kept.copy_(made)
 
 
-_RUN, _GRAPH, _TIMED = graphs.StepGraphs.run, graphs._Graph, graphs._timed
+_RUN, _GRAPH, _TIMED = graphs.StepGraphs.run, graphs._Graph, pace.Pace.timed
 _IS_CUDA: Any = torch._C.TensorBase.is_cuda
 
 
@@ -235,9 +240,12 @@ def record_graphs(monkeypatch: pytest.MonkeyPatch) -> Recordings:
     def run(steps: graphs.StepGraphs, *args: Any) -> torch.Tensor:
         return made.run(steps, *args)
 
+    def timed(pace: pace.Pace, *args: Any) -> tuple[torch.Tensor, bool]:
+        return made.timed(pace, *args)
+
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(_is_cuda))
-    monkeypatch.setattr(graphs, "_timed", made.timed)
-    monkeypatch.setattr(graphs, "time", made.clock)
+    monkeypatch.setattr(pace.Pace, "timed", timed)
+    monkeypatch.setattr(pace, "time", made.clock)
     monkeypatch.setattr(graphs, "_Graph", made.graph)
     monkeypatch.setattr(graphs.StepGraphs, "run", run)
     stand_ins = {"CUDAGraph": _RecordedGraph, "Stream": _NewStream, "Event": _Event, "current_stream": _Stream}

@@ -7,9 +7,8 @@ runs eagerly. Its output is copied out before anyone sees it.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +22,7 @@ from fusedit.report import CacheReport
 from fusedit.runtime.branches import from_peft
 from fusedit.runtime.collection import no_collection
 from fusedit.runtime.counters import Counters
+from fusedit.runtime.pace import Body, Pace, Tensors
 
 CAPACITY: Final = 4
 HOST_SHARE: Final = 0.8
@@ -31,8 +31,7 @@ launching, so 1 is never reached, however slow the host is."""
 HOST_SHARE_OF_ONE_CALL: Final = 0.95
 """The same for what runs once a picture, and whose graph would hold much memory: the GPU waits nearly all the time."""
 
-Tensors = tuple[torch.Tensor, ...]
-Body = Callable[[Tensors], torch.Tensor]
+_GPU_BOUND: Final = "the GPU is the limit, not the host"
 
 
 def state_of(module: nn.Module) -> Hashable:
@@ -100,6 +99,7 @@ class _Shape:
     calls: int = 0
     reason: str = ""  # why it is not captured, once that is known
     graph: _Graph | None = None
+    pace: Pace | None = None  # once it was timed
 
 
 @dataclass
@@ -162,6 +162,8 @@ class StepGraphs:
     def _run(self, key: Hashable, module: nn.Module, given: Tensors, body: Body, reason: str) -> torch.Tensor:
         full = (key, tuple((t.shape, t.stride(), t.dtype, t.device) for t in given))
         shape = _Shape(reason=reason) if reason else self._shapes.setdefault(full, _Shape())
+        if shape.reason == _GPU_BOUND and shape.pace is not None and shape.pace.behind():
+            shape.reason = ""
         if not shape.reason:
             self._shapes.move_to_end(full)
             self._check_state(module)
@@ -173,8 +175,11 @@ class StepGraphs:
                 return self._replay(shape.graph, given)
         shape.calls += 1
         if shape.calls == 2 and not shape.reason:
-            share = HOST_SHARE if self.host_share is None else self.host_share
-            output, shape.reason = _timed(body, given, share)
+            shape.pace = Pace(HOST_SHARE if self.host_share is None else self.host_share)
+            output, host_bound = shape.pace.timed(body, given)
+            shape.reason = "" if host_bound else _GPU_BOUND
+        elif shape.pace is not None:
+            output = shape.pace.run(body, given)
         else:
             output = body(given)
         self.eager += 1
@@ -251,21 +256,6 @@ class StepGraphs:
 
 def _capturing() -> str:
     return "the caller is capturing a graph" if torch.cuda.is_current_stream_capturing() else ""
-
-
-def _timed(body: Body, given: Tensors, host_share: float) -> tuple[torch.Tensor, str]:
-    """The output, and why a graph would not help, if so. Costs one synchronisation."""
-    event: Any = torch.cuda.Event
-    start, end = event(enable_timing=True), event(enable_timing=True)
-    torch.cuda.current_stream().synchronize()
-    start.record()
-    began = time.perf_counter()
-    output = body(given)
-    host = 1e3 * (time.perf_counter() - began)
-    end.record()
-    end.synchronize()
-    bound = host > host_share * start.elapsed_time(end)
-    return output, "" if bound else "the GPU is the limit, not the host"
 
 
 _ONE_CAPTURE: Final = Lock()  # at a time in a process: torch allows no two

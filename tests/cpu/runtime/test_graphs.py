@@ -70,13 +70,49 @@ def test_a_step_that_the_gpu_limits_is_never_captured(recordings: Recordings) ->
     steps = Steps()
     for _ in range(5):
         steps()
+    assert recordings.log == ["eager", "timed", *["eager"] * 3]
+    assert steps.graphs.report().reasons == {AGAIN: 1, GPU_BOUND: 4}
+    recordings.waits = True
+    for _ in range(5):
+        steps()
+    assert recordings.log[-5:] == ["eager"] * 5, "a caller that waits makes no slow host"
     recordings.host_bound = True
-    steps()
-    assert recordings.log == ["eager", "timed", *["eager"] * 4]
-    assert steps.graphs.report().reasons == {AGAIN: 1, GPU_BOUND: 5}
     for _ in range(3):
         steps(rows=5)
     assert recordings.log[-3:] == ["eager", "timed", "captured"], "another shape is judged by itself"
+
+
+def test_a_host_that_becomes_the_limit_later_is_noticed(recordings: Recordings) -> None:
+    recordings.host_bound = False
+    steps = Steps()
+    for _ in range(4):
+        steps()
+    for host_bound in (True, True, False, True, True):  # in the step before
+        recordings.host_bound = host_bound
+        steps()
+    assert recordings.log[2:] == ["eager"] * 7, "one or two in a row may have been interrupted"
+    steps()
+    steps()
+    assert recordings.log[-1] == "captured"
+    assert recordings.log.count("captured") == 1
+    report = steps.graphs.report()
+    assert (report.hits, report.entries) == (2, 1)
+
+
+def test_nothing_is_known_of_the_pace_of_a_step_that_failed(recordings: Recordings) -> None:
+    recordings.host_bound = False
+    steps = Steps()
+    for _ in range(3):
+        steps()
+    recordings.host_bound = True
+    good, steps.body = steps.body, lambda _: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    for _ in range(6):
+        with pytest.raises(ZeroDivisionError):
+            steps()
+    assert "captured" not in recordings.log
+    steps.body = good  # type: ignore[method-assign]
+    steps()
+    assert recordings.log[-1] == "eager"
 
 
 @pytest.mark.parametrize("model", [AutoencoderKL, Flux], ids=["vae", "flux"])
