@@ -44,10 +44,10 @@ def measure(model: str, plan: str, dtype: str) -> Row:
     row.correct = made.verdict.passed
     row.more = {
         "pairs": len(pairs),
-        "psnr_db": round(statistics.median(psnr), 2),
-        "psnr_lowest_db": round(min(psnr), 2),
-        "ssim": round(statistics.median(ssim), 4),
-        "ssim_lowest": round(min(ssim), 4),
+        "psnr_db": statistics.median(psnr),  # not rounded: the verdict is read from them again
+        "psnr_lowest_db": min(psnr),
+        "ssim": statistics.median(ssim),
+        "ssim_lowest": min(ssim),
         "keep_the_rule": sum(a >= gates.min_psnr and b >= gates.min_ssim for a, b in zip(psnr, ssim, strict=True)),
     }
     return row
@@ -60,8 +60,8 @@ def line(row: Row) -> str:
         return f"{label} {row.error}"
     found = row.more
     return (
-        f"{label} median {found['psnr_db']} dB (lowest {found['psnr_lowest_db']}), SSIM {found['ssim']} (lowest "
-        f"{found['ssim_lowest']}), {found['keep_the_rule']} of {found['pairs']} keep the rule"
+        f"{label} median {found['psnr_db']:.1f} dB (lowest {found['psnr_lowest_db']:.1f}), SSIM {found['ssim']:.3f} "
+        f"(lowest {found['ssim_lowest']:.3f}), {found['keep_the_rule']} of {found['pairs']} keep the rule"
     )
 
 

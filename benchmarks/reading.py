@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn
 from benchmarks.results import FP8, Row, Run
 from fusedit.errors import UsageError
 from fusedit.ops._verify import Error
+from fusedit.quality.gates import Gates
 
 WORDS: Final = ("nan", "inf", "-inf")
 """What numbers that JSON lacks are in the files."""
@@ -75,8 +76,21 @@ def _row(value: Any, where: str) -> Row:
                 raise _Wrong(f"{where} has no {name!r}")
             _judge(data, name, _at_least_0, "a number, 0 or more", where)
     row = Row.from_dict(data)
-    _judge_again(row, where)
+    (_judge_pictures if row.benchmark == "pictures" else _judge_again)(row, where)
     return row
+
+
+def _judge_pictures(row: Row, where: str) -> None:
+    """The verdict on pictures is one on medians, by the rule of the plan's tier."""
+    if row.error is not None and row.correct is None:
+        return
+    for name, (right, words) in _PICTURES.items():
+        _judge(row.more, name, right, words, where)
+    psnr, ssim = (row.more[key] for key in ("psnr_db", "ssim"))
+    gates = Gates.of(row.variant, tier=row.plan, on="median")
+    if row.correct is not (float(psnr) >= gates.min_psnr and float(ssim) >= gates.min_ssim):
+        medians = f"psnr_db {_kind(psnr)} and ssim {_kind(ssim)}"
+        raise _Wrong(f"'correct' of {where} is {_kind(row.correct)}, which {medians} beside it contradict")
 
 
 def _judge_again(row: Row, where: str) -> None:
@@ -146,6 +160,10 @@ def _error(value: Any) -> bool:
     return value in WORDS if isinstance(value, str) else _at_least_0(value)
 
 
+def _decibels(value: Any) -> bool:
+    return value == "inf" or _at_least_0(value)
+
+
 def _above_0(value: Any) -> bool:
     return _number(value) and value > 0
 
@@ -191,4 +209,12 @@ _ROW: Final[_Rules] = {
     "plan_ms": (_or_none(_number), "a number"),  # a difference
     **{name: (_or_none(_error), "a number, 0 or more") for name in ("rel_error", "stock_rel_error", "peer_rel_error")},
     "correct": (lambda value: value is None or isinstance(value, bool), "true or false"),
+}
+_PICTURES: Final[_Rules] = {
+    "psnr_db": (_decibels, "decibels, or inf"),
+    "psnr_lowest_db": (_decibels, "decibels, or inf"),
+    "ssim": (_number, "a number"),
+    "ssim_lowest": (_number, "a number"),
+    "keep_the_rule": (_at_least_0, "a number, 0 or more"),
+    "pairs": (_whole_above_0, "a whole number above 0"),
 }

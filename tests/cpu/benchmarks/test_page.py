@@ -285,6 +285,10 @@ def whole(**changes: Any) -> dict[str, Any]:
     return {"device": "GPU", "date": "2026-01-02", "rows": [{**row, **changes}]}
 
 
+PICTURES: dict[str, Any] = {
+    **{"psnr_db": 46.5, "psnr_lowest_db": 21.0, "ssim": 0.97, "ssim_lowest": 0.94},
+    **{"keep_the_rule": 31, "pairs": 50},
+}
 FOREIGN: list[tuple[Any, str]] = [
     ("", "it is empty (line 1, column 1)"),
     ('{"device": "GPU", "rows": [', "it ends too early (line 1, column 28)"),
@@ -365,6 +369,26 @@ FOREIGN: list[tuple[Any, str]] = [
     (
         whole(plan="exact", rel_error=0.05, stock_rel_error=0.01, peer_rel_error=0.06, correct=True),
         "'correct' of row 1 is true, which rel_error 0.05 and stock_rel_error 0.01 beside it contradict",
+    ),
+    (
+        whole(benchmark="pictures", plan="fp8", variant="bf16", correct=True, **{**PICTURES, "psnr_db": 29.9}),
+        "'correct' of row 1 is true, which psnr_db 29.9 and ssim 0.97 beside it contradict",
+    ),
+    (
+        whole(benchmark="pictures", plan="exact", variant="bf16", correct=False, **{**PICTURES, "ssim": 0.99}),
+        "'correct' of row 1 is false, which psnr_db 46.5 and ssim 0.99 beside it contradict",
+    ),
+    *(
+        (
+            whole(benchmark="pictures", plan="fp8", variant="bf16", correct=True, **{**PICTURES, key: "x"}),
+            f"'{key}' of row 1 must be {what}, not \"x\"",
+        )
+        for key, what in {
+            **dict.fromkeys(("psnr_db", "psnr_lowest_db"), "decibels, or inf"),
+            **dict.fromkeys(("ssim", "ssim_lowest"), "a number"),
+            "keep_the_rule": "a number, 0 or more",
+            "pairs": "a whole number above 0",
+        }.items()
     ),
     (
         whole(benchmark="convolutions", rel_error=0.001, stock_rel_error=0.001, correct=False),

@@ -15,6 +15,7 @@ import fusedit
 from benchmarks import pictures
 from benchmarks.__main__ import app
 from benchmarks.page import pages
+from benchmarks.reading import read
 from benchmarks.results import Row, Run
 from fusedit import defaults
 
@@ -33,6 +34,7 @@ def test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["pictures", "--model", "tiny-z-image", "--dtype", "fp32", "--json", str(path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
+    assert [row.plan for row in read([path])[0].rows] == ["exact", "fp8"]
     exact, lossy = json.loads(path.read_text())["rows"]
     assert (exact["plan"], lossy["plan"]) == ("exact", "fp8")
     assert exact["variant"] == lossy["variant"] == "fp32"
