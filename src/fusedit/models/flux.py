@@ -31,7 +31,7 @@ from fusedit.models._modulation import separate
 from fusedit.models._precision import Precision
 from fusedit.models._products import linear
 from fusedit.plan import Plan
-from fusedit.runtime.branches import Split
+from fusedit.runtime.branches import Split, looked_at_once
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.linear import PackedLinear, converted
@@ -217,7 +217,7 @@ class Flux(FusedModel):
         m: Any = self.module
         self.make_ready(hidden_states)
         offloaded = offload_hook(m)
-        with lora_scaled(m, joint_attention_kwargs):
+        with lora_scaled(m, joint_attention_kwargs), looked_at_once(not offloaded):
             generation = self.terms.refresh(offloaded=offloaded)
             text = self.hoisted(
                 "flux.hoist",

@@ -30,6 +30,7 @@ from fusedit.models._z_image_block import Block
 from fusedit.models._z_image_chain import NO_MODS, Mods, eps_of, first_norm, run_chain, scratch_for
 from fusedit.models._z_image_layout import Layout, patches, unpatched
 from fusedit.plan import Plan
+from fusedit.runtime.branches import looked_at_once
 from fusedit.runtime.counters import Counters
 from fusedit.runtime.inspect_module import offload_hook
 from fusedit.runtime.lora_scale import lora_scaled
@@ -212,7 +213,7 @@ class ZImage(FusedModel):
         final = m.all_final_layer[key]
         self.make_ready(x[0])
         offloaded = offload_hook(m)
-        with lora_scaled(m, joint_attention_kwargs):
+        with lora_scaled(m, joint_attention_kwargs), looked_at_once(not offloaded):
             self.terms.refresh(offloaded=offloaded)
             layout = self._layout(x, cap_feats, patch_size, f_patch_size)
             captions = self._captions(cap_feats, layout)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +18,12 @@ from torch import nn
 
 def from_peft(module: nn.Module) -> bool:
     """Whether its class is one of peft's."""
-    return type(module).__module__.partition(".")[0] == "peft"
+    return _peft_class(type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _peft_class(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "peft"
 
 
 class Branch(NamedTuple):
@@ -62,8 +69,34 @@ def split(layer: Any) -> Split | None:
     return Split(base, tuple(made))
 
 
+_LOOKED: Final[ContextVar[dict[int, tuple[Any, Split | None]] | None]] = ContextVar("looked", default=None)
+
+
+@contextmanager
+def looked_at_once(enabled: bool = True) -> Iterator[None]:
+    """Inside, each layer is looked at once: for one call of a model, in which nobody may change its LoRAs.
+
+    With a LoRA on all layers of FLUX a call asks a thousand times what a layer is made of.
+    """
+    token = _LOOKED.set({} if enabled else None)
+    try:
+        yield
+    finally:
+        _LOOKED.reset(token)
+
+
 def split_for_packing(layer: Any) -> Split | None:
     """`split` for one whose product others make: LoRAs that were fused beside e4m3 weights are to be added too."""
+    looked = _LOOKED.get()
+    if looked is None:
+        return _with_fused(layer)
+    known = looked.get(id(layer))
+    if known is None:
+        known = looked[id(layer)] = layer, _with_fused(layer)  # which keeps the layer, and so its number
+    return known[1]
+
+
+def _with_fused(layer: Any) -> Split | None:
     found = split(layer)
     fused = None if found is None else found.base.__dict__.get("branches")
     if found is None or not fused:
@@ -78,7 +111,7 @@ def hooked(space: dict[str, Any]) -> bool:
 
 def _branch(down: Any, up: Any, dropout: Any, scale: float) -> Branch | None:
     """What an adapter adds; by way of the modules' own dictionaries, since this runs thousands of times a step."""
-    if any(hooked(part.__dict__) for part in (down, up, dropout)):
+    if hooked(down.__dict__) or hooked(up.__dict__) or hooked(dropout.__dict__):
         return None
     if type(dropout) is not nn.Identity and dropout.training and getattr(dropout, "p", 1.0) > 0:
         return None

@@ -31,6 +31,7 @@ launching, so 1 is never reached, however slow the host is."""
 HOST_SHARE_OF_ONE_CALL: Final = 0.95
 """The same for what runs once a picture, and whose graph would hold much memory: the GPU waits nearly all the time."""
 
+_CONTAINERS: Final = (nn.ModuleDict, nn.ParameterDict)
 _GPU_BOUND: Final = "the GPU is the limit, not the host"
 
 
@@ -39,22 +40,44 @@ def state_of(module: nn.Module) -> Hashable:
 
     Values may change in place: a graph reads them from memory at each replay.
     """
+    # Asked before every replay. One flat list of numbers, in which a dtype ends each tensor: 3000 tuples living until
+    # the next step would start a collection of Python's each time.
     places: list[Hashable] = []
     settings: list[Hashable] = []
     stack = [module]
     while stack:
         child = stack.pop()
         space = child.__dict__
-        tensors = (t for kind in ("_parameters", "_buffers") for t in space[kind].values() if t is not None)
-        places += [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
+        for tensors in (space["_parameters"], space["_buffers"]):
+            if tensors:
+                for t in tensors.values():
+                    if t is not None:
+                        places += (t.data_ptr(), *t.shape, *t.stride(), t.dtype)
+        inner = space["_modules"]
         if from_peft(child):
             settings.append(_adapter_state(space))
-        elif space.get("branches"):
+            stack += _filled(inner)
+            continue
+        if space.get("branches"):
             settings.append(_branch_state(space["branches"]))
         elif isinstance(child, nn.Dropout) and child.p > 0:
             settings.append(child.training)
-        stack += [c for c in space["_modules"].values() if c is not None]
+        if inner:
+            stack += [c for c in inner.values() if c is not None]
     return tuple(places), tuple(settings), _backends()
+
+
+def _filled(inner: dict[str, Any]) -> Iterator[nn.Module]:
+    """Of the children of a LoRA layer those that hold something: it has eleven modules, six of them containers."""
+    for part in inner.values():
+        if type(part) in _CONTAINERS:
+            if part._parameters:
+                yield part
+            for child in part._modules.values():
+                if type(child) is not nn.Identity:
+                    yield child
+        elif part is not None:
+            yield part
 
 
 def _backends() -> Hashable:
@@ -83,7 +106,7 @@ def _backends() -> Hashable:
 
 def _adapter_state(space: dict[str, Any]) -> Hashable:
     names = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters", "use_dora", "lora_variant")
-    return tuple((name, repr(space[name])) for name in names if name in space)
+    return repr([space.get(name) for name in names])
 
 
 def _branch_state(branches: dict[str, Any]) -> Hashable:

@@ -103,6 +103,13 @@ class _Kept:
     sources: list[Tensor]
     copies: bool
 
+    def is_of(self, parts: Sequence[Split | None]) -> bool:
+        """Whether it was made of these, whatever their scales; then nothing can refuse them that did not before."""
+        if None in parts or _stamp(parts) != self.stamp:
+            return False
+        device = self.term.up.device
+        return all(_weight(part).device == device for part in parts if part is not None)
+
 
 class Terms:
     """The terms of one model.
@@ -136,17 +143,16 @@ class Terms:
         for key, kept in list(self._kept.items()):
             layers = [ref() for ref in kept.layers]
             parts = [None if layer is None else split_for_packing(layer) for layer in layers]
-            if offloaded or _refusal(parts) or not any(part.branches for part in parts if part is not None):
-                self._drop(key)
-                continue
-            stamp, scales = _stamp(parts), _scales(parts)
-            if stamp == kept.stamp and (goes_on or not kept.copies):
+            if not offloaded and (goes_on or not kept.copies) and kept.is_of(parts):
                 self.hits += 1
+                scales = _scales(parts)
                 if scales != kept.scales:
                     _fill_scales(kept.term, kept.steps, kept.layout, parts)
                     kept.scales = scales
-                continue
-            self._make(key, layers, parts, kept.form, kept.term.up.dtype)
+            elif offloaded or _refusal(parts) or not any(part.branches for part in parts if part is not None):
+                self._drop(key)
+            else:
+                self._make(key, layers, parts, kept.form, kept.term.up.dtype)
         return self.generation
 
     def of(
