@@ -9,7 +9,7 @@ embedded models, see docs/fp8.md), and one that cannot be too small needs no sec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -22,8 +22,27 @@ SILU_LEAST: Final = 0.2785
 """-silu(u) is nowhere larger, for no u."""
 
 
+Groups = Sequence[Sequence[Split]]
+
+
+class Limits(NamedTuple):
+    """The bounds of one call.
+
+    Attributes:
+        table: fp32 [L, 4], a row for each group of layers, zeros for an empty one; None where all are empty.
+        there: whether each group holds layers.
+    """
+
+    table: Tensor | None
+    there: tuple[bool, ...]
+
+    def rows(self, table: Tensor | None) -> list[Tensor | None]:
+        """The row of each group in `table`, which is this one or a copy of it; None for an empty group."""
+        return [table[i] if table is not None and there else None for i, there in enumerate(self.there)]
+
+
 class Bounds:
-    """The bounds of one model's layers, fp32 [L, 4] for `ops.row_bounds`, computed once a run and when weights change.
+    """The bounds of one model's layers for `ops.row_bounds`, computed once a run and when weights change.
 
     Args:
         cache: the model's, which knows the run.
@@ -32,32 +51,42 @@ class Bounds:
 
     def __init__(self, cache: RunCache, make: Callable[[Sequence[Split]], Tensor]) -> None:
         self._cache, self._make = cache, make
-        self._kept: tuple[Any, Any, Tensor] | None = None
+        self._kept: tuple[Any, Any, Limits] | None = None
+        self._look: int | None = None
 
-    def __call__(self, groups: Sequence[Sequence[Split]]) -> Tensor | None:
-        """One row for each group of layers, zeros for an empty one; None where all are empty."""
+    def __call__(self, groups: Callable[[], Groups], look: int | None = None) -> Limits:
+        """One row for each group of layers.
+
+        Args:
+            groups: gives them.
+            look: the content of a `Look` at the model in this call: where it is that of the call before, and the run
+                too, nothing is asked. None: it is.
+        """
+        run = None if self._cache.run is None else self._cache.run.timesteps
+        again = self._kept is not None and self._kept[0] is run
+        if again and self._kept is not None and look is not None and look == self._look:
+            return self._kept[2]
+        self._look = look
+        found = groups()
+        stamp = tuple(_stamp(part) for group in found for part in group), tuple(map(len, found))
+        if again and self._kept is not None and self._kept[1] == stamp:
+            return self._kept[2]
+        made = Limits(self._table(found), tuple(map(bool, found)))
+        self._kept = run, stamp, made
+        return made
+
+    def _table(self, groups: Groups) -> Tensor | None:
         if not any(groups):
             return None
-        run = None if self._cache.run is None else self._cache.run.timesteps
-        stamp = tuple(_stamp(part) for group in groups for part in group), tuple(map(len, groups))
-        if self._kept is not None and self._kept[0] is run and self._kept[1] == stamp:
-            return self._kept[2]
         weight: Any = next(part.base.weight for group in groups for part in group)
         rows = [
             self._make(group) if group else torch.zeros(4, dtype=torch.float32, device=weight.device)
             for group in groups
         ]
-        made = torch.stack(rows)
-        self._kept = run, stamp, made
-        return made
+        return torch.stack(rows)
 
     def clear(self) -> None:
         self._kept = None
-
-
-def rows_of(bounds: Tensor | None, groups: Sequence[Sequence[Split]]) -> list[Tensor | None]:
-    """The row of each group that `bounds` was made for; None for an empty one."""
-    return [bounds[i] if bounds is not None and group else None for i, group in enumerate(groups)]
 
 
 def _stamp(part: Split) -> tuple[Any, ...]:

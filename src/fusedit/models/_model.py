@@ -23,6 +23,7 @@ from fusedit.runtime.counters import Counters
 from fusedit.runtime.form import Form, form_of
 from fusedit.runtime.graphs import HOST_SHARE_OF_ONE_CALL, StepGraphs
 from fusedit.runtime.hoist import RunCache
+from fusedit.runtime.look import Looks
 from fusedit.runtime.terms import Terms
 
 T = TypeVar("T")
@@ -129,6 +130,7 @@ class FusedModel(ABC):
         else:
             name = f"{'.'.join(self.path)} graphs"
             self.graphs = StepGraphs(counters, enabled=enabled, name=name, host_share=HOST_SHARE_OF_ONE_CALL)
+        self.looks = Looks()
         self.terms = Terms(self.cache)
         self.modulation = Modulation(self.cache, counters, self.terms)
         self.limits: tuple[Bounds, ...] = ()

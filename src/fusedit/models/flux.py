@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fusedit import ops
 from fusedit.models._attention import attention_reason
-from fusedit.models._bounds import Bounds, gelu_bounds, rows_of
+from fusedit.models._bounds import Bounds, gelu_bounds
 from fusedit.models._flux_chain import run_blocks
 from fusedit.models._flux_double import Double
 from fusedit.models._flux_parts import Pair, Residuals, Vectors, typical_conditions, width_of
@@ -218,7 +218,8 @@ class Flux(FusedModel):
         self.make_ready(hidden_states)
         offloaded = offload_hook(m)
         with lora_scaled(m, joint_attention_kwargs), looked_at_once(not offloaded):
-            generation = self.terms.refresh(offloaded=offloaded)
+            look = self.looks(m)
+            generation = self.terms.refresh(look.content, offloaded=offloaded)
             text = self.hoisted(
                 "flux.hoist",
                 (encoder_hidden_states,),
@@ -230,20 +231,19 @@ class Flux(FusedModel):
             double = Residuals(controlnet_block_samples, len(m.transformer_blocks), controlnet_blocks_repeat)
             single = Residuals(controlnet_single_block_samples, len(m.single_transformer_blocks), False)
 
-            groups = self._bounding()
-            limits = self.bounds(groups)
+            limits = self.bounds(self._bounding, None if offloaded else look.content)
 
             def step(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
                 x, text, mods, cos, sin, *residuals = tensors
-                bounds = None if limits is None else residuals.pop(0)
+                bounds = None if limits.table is None else residuals.pop(0)
                 doubles, singles = double.of(residuals), single.of(residuals[double.count :])
-                return self._step(x, text, mods, (cos, sin), doubles, singles, rows_of(bounds, groups))
+                return self._step(x, text, mods, (cos, sin), doubles, singles, limits.rows(bounds))
 
-            given = () if limits is None else (limits,)
+            given = () if limits.table is None else (limits.table,)
             inputs = (hidden_states, text, mods, *rotary, *given, *double.samples, *single.samples)
-            key = (double.count, single.count, controlnet_blocks_repeat, limits is None, generation)
+            key = (double.count, single.count, controlnet_blocks_repeat, limits.there, generation)
             refused = "weights move between calls (offload)" if offloaded else ""
-            y = self.graphs.run(key, m, inputs, step, refused)
+            y = self.graphs.run(key, m, inputs, step, refused, look.state)
         return Transformer2DModelOutput(sample=y) if return_dict else (y,)
 
     def _modulation(

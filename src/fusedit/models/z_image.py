@@ -19,7 +19,7 @@ from torch import nn
 
 from fusedit import ops
 from fusedit.models._attention import attention_reason
-from fusedit.models._bounds import Bounds, rows_of, swiglu_bounds
+from fusedit.models._bounds import Bounds, swiglu_bounds
 from fusedit.models._lora_ready import lora_ready, widths_of
 from fusedit.models._model import Followed, FusedModel, Rewrite, from_config
 from fusedit.models._modulation import separate
@@ -214,31 +214,32 @@ class ZImage(FusedModel):
         self.make_ready(x[0])
         offloaded = offload_hook(m)
         with lora_scaled(m, joint_attention_kwargs), looked_at_once(not offloaded):
-            self.terms.refresh(offloaded=offloaded)
+            look = self.looks(m)
+            self.terms.refresh(look.content, offloaded=offloaded)
             layout = self._layout(x, cap_feats, patch_size, f_patch_size)
             captions = self._captions(cap_feats, layout)
             mods, scale = self._modulation(x, t, final, len(x) * layout.joint.length)
             residuals = controlnet_block_samples or {}
             blocks = (*self.noise_refiner(m.noise_refiner), *self.layers(m.layers))
-            groups = [block.bounded() for block in blocks]
-            limits = self.bounds(groups)
+            content = None if offloaded else look.content
+            limits = self.bounds(lambda: [block.bounded() for block in blocks], content)
 
             def step(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
                 rest = iter(tensors)
                 images = [next(rest) for _ in x]
                 captions, mods, scale = next(rest), next(rest), next(rest)
-                bounds = None if limits is None else next(rest)
+                bounds = None if limits.table is None else next(rest)
                 where = layout.with_tensors(rest)
                 extra = dict(zip(residuals, rest))  # noqa: B905
-                n = self._joint(images, captions, mods, where, m.all_x_embedder[key], extra, rows_of(bounds, groups))
+                n = self._joint(images, captions, mods, where, m.all_x_embedder[key], extra, limits.rows(bounds))
                 n = self.final_norm(n, scale, None, final.norm_final.eps)
                 return linear(final.linear, n)
 
-            given = () if limits is None else (limits,)
+            given = () if limits.table is None else (limits.table,)
             inputs = (*x, captions, mods, scale, *given, *layout.tensors, *residuals.values())
             refused = "weights move between calls (offload)" if offloaded else ""
-            shape = (layout.key, tuple(residuals), limits is None, self.terms.generation)
-            tokens = self.graphs.run(shape, m, inputs, step, refused)
+            shape = (layout.key, tuple(residuals), limits.there, self.terms.generation)
+            tokens = self.graphs.run(shape, m, inputs, step, refused, look.state)
             sample = unpatched(tokens, layout, m.out_channels)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
@@ -313,8 +314,8 @@ class ZImage(FusedModel):
             targets = Targets(torch.empty_like(h))
             place = targets.of(blocks[0].reads_rows()[0])
             self.norm(h, *first_norm(m.context_refiner, None), eps_of(m.context_refiner), out=place)
-            groups = [block.bounded() for block in blocks]
-            limits = rows_of(self.caption_bounds(groups), groups)
+            bounds = self.caption_bounds(lambda: [block.bounded() for block in blocks])
+            limits = bounds.rows(bounds.table)
             run_chain(
                 self, blocks, h, targets, None, scratch_for(h, blocks), [NO_MODS] * len(blocks), layout.captions, limits
             )

@@ -1,7 +1,7 @@
 """StepGraphs: CUDA graphs of a whole denoising step, for sizes where the host is slower than the GPU.
 
 A graph holds addresses: of its own inputs, into which every call's tensors are copied, and of the weights. So a graph
-is replayed only for the very shapes, settings and weight addresses it was captured with (`state_of`); anything else
+is replayed only for the very shapes, settings and weight addresses it was captured with (`look.py`); anything else
 runs eagerly. Its output is copied out before anyone sees it.
 """
 
@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from fusedit.report import CacheReport
-from fusedit.runtime.branches import from_peft
 from fusedit.runtime.collection import no_collection
 from fusedit.runtime.counters import Counters
+from fusedit.runtime.look import Looks
 from fusedit.runtime.pace import Body, Pace, Tensors
 
 CAPACITY: Final = 4
@@ -31,53 +31,7 @@ launching, so 1 is never reached, however slow the host is."""
 HOST_SHARE_OF_ONE_CALL: Final = 0.95
 """The same for what runs once a picture, and whose graph would hold much memory: the GPU waits nearly all the time."""
 
-_CONTAINERS: Final = (nn.ModuleDict, nn.ParameterDict)
 _GPU_BOUND: Final = "the GPU is the limit, not the host"
-
-
-def state_of(module: nn.Module) -> Hashable:
-    """What a graph of this module takes for granted: where its weights lie, and every setting of its LoRA layers.
-
-    Values may change in place: a graph reads them from memory at each replay.
-    """
-    # Asked before every replay. One flat list of numbers, in which a dtype ends each tensor: 3000 tuples living until
-    # the next step would start a collection of Python's each time.
-    places: list[Hashable] = []
-    settings: list[Hashable] = []
-    stack = [module]
-    while stack:
-        child = stack.pop()
-        space = child.__dict__
-        for tensors in (space["_parameters"], space["_buffers"]):
-            if tensors:
-                for t in tensors.values():
-                    if t is not None:
-                        places += (t.data_ptr(), *t.shape, *t.stride(), t.dtype)
-        inner = space["_modules"]
-        if from_peft(child):
-            settings.append(_adapter_state(space))
-            stack += _filled(inner)
-            continue
-        if space.get("branches"):
-            settings.append(_branch_state(space["branches"]))
-        elif isinstance(child, nn.Dropout) and child.p > 0:
-            settings.append(child.training)
-        if inner:
-            stack += [c for c in inner.values() if c is not None]
-    return tuple(places), tuple(settings), _backends()
-
-
-def _filled(inner: dict[str, Any]) -> Iterator[nn.Module]:
-    """Of the children of a LoRA layer those that hold something: it has eleven modules, six of them containers."""
-    for part in inner.values():
-        if type(part) in _CONTAINERS:
-            if part._parameters:
-                yield part
-            for child in part._modules.values():
-                if type(child) is not nn.Identity:
-                    yield child
-        elif part is not None:
-            yield part
 
 
 def _backends() -> Hashable:
@@ -102,17 +56,6 @@ def _backends() -> Hashable:
         cudnn.benchmark,
         torch.are_deterministic_algorithms_enabled(),
     )
-
-
-def _adapter_state(space: dict[str, Any]) -> Hashable:
-    names = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters", "use_dora", "lora_variant")
-    return repr([space.get(name) for name in names])
-
-
-def _branch_state(branches: dict[str, Any]) -> Hashable:
-    """LoRAs that were fused beside e4m3 weights: their matrices are no parameters."""
-    pairs = (pair for pairs in branches.values() for pair in pairs)
-    return tuple((down.data_ptr(), up.data_ptr(), scale) for down, up, scale in pairs)
 
 
 @dataclass
@@ -156,13 +99,20 @@ class StepGraphs:
         self.replays = self.eager = 0
         self.reasons: Counter[str] = Counter()
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self._looks = Looks()
         self._state: Hashable = None
         self._pool: Any = None
         self._finished: Any = None
         self._bytes = 0
 
     def run(
-        self, key: Hashable, module: nn.Module, inputs: Sequence[torch.Tensor], body: Body, refused: str = ""
+        self,
+        key: Hashable,
+        module: nn.Module,
+        inputs: Sequence[torch.Tensor],
+        body: Body,
+        refused: str = "",
+        state: int | None = None,
     ) -> torch.Tensor:
         """`body(inputs)`: as a replay where a graph fits, eagerly otherwise. Inputs are never changed.
 
@@ -172,6 +122,7 @@ class StepGraphs:
             inputs: every tensor that may differ from call to call.
             body: reads `inputs`, returns a new tensor.
             refused: why this call may not use a graph, if so.
+            state: of a `Look` at the module in this call; None: it is looked at here.
         """
         given = tuple(inputs)
         if not self.enabled or not given[0].is_cuda:
@@ -180,16 +131,18 @@ class StepGraphs:
         if refused:
             self._drop()  # weights that move leave no graph that could be used again
         with torch.cuda.device(given[0].device):
-            return self._run(key, module, given, body, refused or _capturing())
+            return self._run(key, module, given, body, refused or _capturing(), state)
 
-    def _run(self, key: Hashable, module: nn.Module, given: Tensors, body: Body, reason: str) -> torch.Tensor:
+    def _run(
+        self, key: Hashable, module: nn.Module, given: Tensors, body: Body, reason: str, state: int | None
+    ) -> torch.Tensor:
         full = (key, tuple((t.shape, t.stride(), t.dtype, t.device) for t in given))
         shape = _Shape(reason=reason) if reason else self._shapes.setdefault(full, _Shape())
         if shape.reason == _GPU_BOUND and shape.pace is not None and shape.pace.behind():
             shape.reason = ""
         if not shape.reason:
             self._shapes.move_to_end(full)
-            self._check_state(module)
+            self._check_state(module, state)
             if shape.graph is None and shape.calls >= 2:
                 self._capture(shape, given, body)
             if shape.graph is not None:
@@ -220,9 +173,9 @@ class StepGraphs:
         self._finished.record(stream)
         return output
 
-    def _check_state(self, module: nn.Module) -> None:
+    def _check_state(self, module: nn.Module, seen: int | None) -> None:
         """Drop the graphs where the weights lie elsewhere now: their addresses may belong to somebody else."""
-        state = state_of(module)
+        state = (self._looks(module).state if seen is None else seen, _backends())
         if state != self._state:
             self._drop()
             self._state = state

@@ -3,12 +3,14 @@
 The small matrices of all layers and adapters lie one below the other (`down`), the large ones in the columns of the
 packed product (`up`), and scales in a vector of their own, so that another scale copies nothing else. These are copies,
 but where one layer has one adapter; what makes them stale is looked for once a call, before anything is computed: other
-matrices, their addresses, versions and scales, those of the codes they are divided by, and another run of the pipeline,
-since a write through `.data` shows nowhere. Buffers are filled again in place, where CUDA graphs read them.
+matrices, their addresses, versions and scales, those of the codes they are divided by, and in another run of the
+pipeline their content, since a write through `.data` shows nowhere else. Buffers are filled again in place, where CUDA
+graphs read them.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 from fusedit import ops
+from fusedit.cache.checksum import checksums
 from fusedit.ops._fp8 import E4M3
 from fusedit.report import CacheReport
 from fusedit.runtime.branches import Branch, Split, split_for_packing
@@ -102,6 +105,8 @@ class _Kept:
     scales: tuple[float, ...]
     sources: list[Tensor]
     copies: bool
+    sums: tuple[int, ...] | None = None
+    """Checksums of the sources, once there were any."""
 
     def is_of(self, parts: Sequence[Split | None]) -> bool:
         """Whether it was made of these, whatever their scales; then nothing can refuse them that did not before."""
@@ -128,22 +133,37 @@ class Terms:
         self.reasons: Counter[str] = Counter()
         self._offloaded = False
         self._run: Any = None
+        self._settled: Hashable = None
         self._kept: dict[Hashable, _Kept] = {}
 
-    def refresh(self, *, offloaded: bool = False) -> int:
+    def refresh(self, look: int | None = None, *, offloaded: bool = False) -> int:
         """Before each forward, whose LoRA scales are set: see to it that nothing kept is stale; -> `generation`.
 
         Args:
+            look: the content of a `Look` at the model in this call: where it is that of the call before, nothing is
+                looked at here, but content when another run begins. None: all is looked at.
             offloaded: weights move between calls, so that nothing is kept.
         """
         self._offloaded = offloaded
         run = self.cache.run
         goes_on = run is not None and self._run is not None and self._run.goes_on(run)
         self._run = run
+        unread = set() if goes_on else {key for key, kept in self._kept.items() if kept.sums is None}
+        settled = None if look is None or offloaded else (look, self.changes)
+        if settled is None or settled != self._settled:
+            self._look_at_all(offloaded)
+        else:
+            self.hits += len(self._kept)
+        if not goes_on or any(kept.copies and kept.sums is None for kept in self._kept.values()):
+            self._check_content(unread)
+        self._settled = None if settled is None else (look, self.changes)
+        return self.generation
+
+    def _look_at_all(self, offloaded: bool) -> None:
         for key, kept in list(self._kept.items()):
             layers = [ref() for ref in kept.layers]
             parts = [None if layer is None else split_for_packing(layer) for layer in layers]
-            if not offloaded and (goes_on or not kept.copies) and kept.is_of(parts):
+            if not offloaded and kept.is_of(parts):
                 self.hits += 1
                 scales = _scales(parts)
                 if scales != kept.scales:
@@ -153,7 +173,27 @@ class Terms:
                 self._drop(key)
             else:
                 self._make(key, layers, parts, kept.form, kept.term.up.dtype)
-        return self.generation
+
+    def _check_content(self, unread: set[Hashable]) -> None:
+        """Fill those again whose matrices were written to where no version shows it: one launch reads all of them.
+
+        Args:
+            unread: of a run before, and their content was not read in it.
+        """
+        copied = {key: kept for key, kept in self._kept.items() if kept.copies}
+        if not copied:
+            return
+        known = not _capturing(next(iter(copied.values())).term.up)  # else nothing can be read now
+        sums = iter(_checksums([t for kept in copied.values() for t in kept.sources]) if known else ())
+        for key, kept in copied.items():
+            found = tuple(itertools.islice(sums, len(kept.sources))) if known else None
+            differs = kept.sums is not None and kept.sums != found
+            if differs or key in unread:
+                layers = [ref() for ref in kept.layers]
+                parts = [None if layer is None else split_for_packing(layer) for layer in layers]
+                self._make(key, layers, parts, kept.form, kept.term.up.dtype)
+                self.changes += differs
+            self._kept[key].sums = found
 
     def of(
         self, layers: Sequence[Any], parts: Sequence[Split | None], dtype: torch.dtype, form: Form = "parts"
@@ -179,7 +219,7 @@ class Terms:
         same = kept is not None and all(ref() is layer for ref, layer in zip(kept.layers, layers, strict=True))
         if kept is not None and same and kept.term.up.dtype is kept_as:
             return kept.term
-        if parts[0].base.weight.is_cuda and torch.cuda.is_current_stream_capturing():  # type: ignore[union-attr]
+        if _capturing(parts[0].base.weight):  # type: ignore[union-attr,arg-type]
             self.reasons["first seen while a graph was captured"] += 1
             return None
         return self._make(key, layers, parts, form, kept_as)
@@ -237,6 +277,19 @@ class Terms:
         sources = [t.detach() for part in parts if part is not None for b in part.branches for t in (b.down, b.up)]
         self._kept[key] = _Kept(refs, form, layout, term, steps, stamp, _scales(parts), sources, copies)
         return term
+
+
+def _capturing(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Of tensors of any devices, in order."""
+    made: dict[int, int] = {}
+    for device in {t.device for t in tensors}:
+        own = [place for place, t in enumerate(tensors) if t.device == device]
+        made.update(zip(own, checksums([tensors[place] for place in own]), strict=True))
+    return [made[place] for place in range(len(tensors))]
 
 
 def _forgetter(terms: Terms, key: Hashable) -> Callable[[Any], None]:

@@ -141,12 +141,18 @@ def test_bounds_are_kept_for_a_run_and_follow_the_weights() -> None:
         return _bounds.gelu_bounds(group)
 
     bounds, first = Bounds(cache, make), layer("normal")
-    assert bounds([[], []]) is None
+    assert bounds(lambda: [[], []]) == (None, (False, False))
     cache.begin(Run(torch.ones(3), 0, 0, None))
-    kept = bounds([[split(first)], []])
-    assert kept is not None
-    assert torch.equal(kept[1], torch.zeros(4))
-    assert bounds([[split(first)], []]) is kept
+
+    def groups() -> list[list[Any]]:
+        return [[split(first)], []]
+
+    kept = bounds(groups)
+    assert kept.table is not None
+    assert torch.equal(kept.table[1], torch.zeros(4))
+    assert kept.there == (True, False)
+    assert kept.rows(kept.table)[1] is None
+    assert bounds(groups) is kept
     assert len(calls) == 1
     for edit in (
         lambda: first.weight_scale.mul_(2),
@@ -157,12 +163,31 @@ def test_bounds_are_kept_for_a_run_and_follow_the_weights() -> None:
         before = len(calls)
         with torch.no_grad():
             edit()
-        found = bounds([[split(first)], []])
+        found = bounds(groups).table
         assert found is not None
         assert torch.equal(found[0], gelu_bounds([first]))
         assert len(calls) == before + 1
     cache.begin(Run(torch.ones(3), 0, 0, None))
     first.weight.data.view(torch.uint8).fill_(0x7E)  # through .data, which no version shows: found by the next run
-    found = bounds([[split(first)], []])
+    found = bounds(groups).table
     assert found is not None
     assert torch.equal(found[0], gelu_bounds([first]))
+
+
+def test_nothing_is_asked_in_a_run_while_the_look_is_the_same() -> None:
+    cache, asked = RunCache(), []
+    bounds, first = Bounds(cache, _bounds.gelu_bounds), layer("normal")
+
+    def groups() -> list[list[Any]]:
+        asked.append(1)
+        return [[split(first)], []]
+
+    cache.begin(Run(torch.ones(3), 0, 0, None))
+    kept = bounds(groups, 1)
+    assert bounds(groups, 1) is kept
+    assert len(asked) == 1
+    assert bounds(groups, 2) is kept
+    assert bounds(groups) is kept, "without a look the layers are asked"
+    assert len(asked) == 3
+    cache.begin(Run(torch.ones(3), 0, 0, None))
+    assert bounds(groups, 2) is not kept, "another run"

@@ -17,8 +17,16 @@ from torch import nn
 from fusedit.models.autoencoder_kl import AutoencoderKL
 from fusedit.models.flux import Flux
 from fusedit.plan import Plan
+from fusedit.runtime import graphs, look
 from fusedit.runtime.counters import Counters
-from fusedit.runtime.graphs import CAPACITY, StepGraphs, state_of
+from fusedit.runtime.graphs import CAPACITY, StepGraphs
+
+
+def state_of(module: nn.Module) -> Any:
+    """What a graph takes for granted."""
+    places, settings, _ = look._seen(module)
+    return places, settings, graphs._backends()
+
 
 AGAIN = "a shape is captured when it comes again"
 

@@ -14,6 +14,7 @@ from torch import nn
 from fusedit.float8.linear import Float8Linear
 from fusedit.ops._fp8 import quantized
 from fusedit.ops._low_rank import low_rank
+from fusedit.runtime import terms as terms_module
 from fusedit.runtime.branches import split_for_packing
 from fusedit.runtime.hoist import Run, RunCache
 from fusedit.runtime.terms import MOST_RANKS, Term, Terms
@@ -201,6 +202,43 @@ def test_writes_that_do_not_show_are_seen_by_the_next_run_in_the_same_memory(ter
     assert second.down.data_ptr() == first.down.data_ptr()
     assert terms.generation == generation, "what a graph has captured is still there"
     torch.testing.assert_close(added(second, x), dense(layers, x), rtol=1e-4, atol=1e-3)
+
+
+def test_another_run_reads_the_matrices_and_fills_nothing_again(terms: Terms) -> None:
+    layers = [layer(16, (4,)), layer(16, (2,))]
+    for _ in range(3):
+        terms.cache.begin(None)
+        for _ in range(2):
+            in_a_run(terms.cache)
+            terms.refresh()
+            term(terms, layers)
+    assert (terms.misses, terms.changes) == (1, 1)
+    layers[1].lora_B["a0"].weight.data.mul_(2)
+    terms.cache.begin(None)
+    in_a_run(terms.cache)
+    terms.refresh()
+    assert (terms.misses, terms.changes) == (2, 2)
+    x = torch.randn(3, K)
+    torch.testing.assert_close(added(term(terms, layers), x), dense(layers, x), rtol=1e-4, atol=1e-3)
+
+
+def test_no_layer_is_asked_while_the_look_is_the_same(terms: Terms, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, asked = [layer(16, (4,)), layer(16, (2,))], []
+
+    def asking(part: Any) -> Any:
+        asked.append(part)
+        return split_for_packing(part)
+
+    monkeypatch.setattr(terms_module, "split_for_packing", asking)
+    in_a_run(terms.cache)
+    terms.refresh(1)
+    term(terms, layers)
+    for look in (1, 1, 1, 2, 2):
+        in_a_run(terms.cache)
+        terms.refresh(look)
+    assert len(asked) == 2 + 2  # both layers: the term is new to the second refresh, the fifth has a new look
+    terms.refresh(2, offloaded=True)
+    assert terms.report().entries == 0
 
 
 def test_another_scale_copies_no_matrix(terms: Terms) -> None:
