@@ -188,6 +188,8 @@ def _precision(base: str, given: Mapping[str, Any]) -> dict[str, Any]:
             f"plan precision.sites is {_thawed(sites)!r}; tier 'exact' computes in the model's dtype, use base 'fp8'"
         )
     for pattern, value in sites.items():
+        if not isinstance(pattern, str):
+            raise PlanError(f"plan precision.sites has {pattern!r}, which is no pattern over paths; give text")
         if value not in PRECISIONS:
             known = ", ".join(PRECISIONS)
             raise PlanError(f"plan precision of {pattern!r} is {_thawed(value)!r}; give one of {known}")

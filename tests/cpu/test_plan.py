@@ -128,3 +128,9 @@ def test_nesting_that_is_allowed_goes_in_and_out() -> None:
 def test_a_name_that_is_too_long_is_no_plan() -> None:
     with pytest.raises(PlanError, match=r"^unknown plan 'xxx"):
         Plan.of("x" * 5000)
+
+
+def test_patterns_of_precision_are_text() -> None:
+    sites: Any = {5: "fp8"}
+    with pytest.raises(PlanError, match=r"^plan precision.sites has 5, which is no pattern over paths; give text$"):
+        Plan(base="fp8", precision={"sites": sites})

@@ -117,7 +117,8 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
-        if self.activations and not (torch.is_grad_enabled() and input.requires_grad):
+        double = input.dtype is torch.float64  # which no product of codes gives
+        if self.activations and not double and not (torch.is_grad_enabled() and input.requires_grad):
             x = quantise(input)
             y = scaled(x, self.weight, self.weight_scale, self.bias, input.dtype)
         else:

@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,8 @@ def load_lora(
     """
     if isinstance(path, Mapping):
         return load_file(pipe, parse(path), None, name, scale, text_encoders=text_encoders)
+    if not isinstance(path, str | PathLike):
+        raise LoraError(f"{_short(path)} is neither a path nor tensors by key; give the path of a .safetensors file")
     return load_file(pipe, read(Path(path)), str(path), name, scale, text_encoders=text_encoders)
 
 
@@ -117,6 +120,8 @@ def set_loras(pipe: DiffusionPipeline, scales: Mapping[str, float]) -> None:
         UnsupportedPipelineError: the pipeline takes no LoRA.
     """
     transformer = _transformer_of(pipe)
+    if not isinstance(scales, Mapping):
+        raise LoraError(f"set_loras takes names with scales, such as {{'style': 0.8}}, not {_short(scales)}")
     for name, scale in scales.items():
         _check_loaded(pipe, name)
         checked_scale(scale)
@@ -180,9 +185,22 @@ def _let_go(transformer: nn.Module) -> None:
 
 def checked_scale(scale: float) -> float:
     """The scale, or a LoraError for what is no finite number."""
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise LoraError(f"LoRA scale {scale!r} is no finite number; give one such as 0.8")
-    return float(scale)
+    number = math.nan
+    if isinstance(scale, int | float) and not isinstance(scale, bool):
+        with suppress(OverflowError):  # a whole number beyond all floating-point ones
+            number = float(scale)
+    if not math.isfinite(number):
+        raise LoraError(f"LoRA scale {_short(scale)} is no finite number; give one such as 0.8")
+    return number
+
+
+def _short(value: object) -> str:
+    """As Python writes it, or what it is, where that is long or impossible."""
+    with suppress(Exception):
+        text = repr(value)
+        if len(text) <= 60:
+            return text
+    return f"a {type(value).__name__}"
 
 
 def _transformer_of(pipe: Any) -> nn.Module:

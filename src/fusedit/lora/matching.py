@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _FAMILIES: Final = {"FluxTransformer2DModel": "flux", "ZImageTransformer2DModel": "z-image"}
+_WIDENED: Final = "x_embedder"
+"""The one layer that may get more inputs: those of a control image. Elsewhere more inputs do not fit."""
 _SHOWN: Final = 3
 """How many missing paths a sentence lists; `missing` has all."""
 
@@ -80,7 +82,7 @@ def _match(
     for path, layer in layers.items():
         shape, inputs = _shape(path, module), layer.down.shape[1]
         found[path] = _misfit(shape, layer, module)
-        if shape is not None and layer.up.shape[0] == shape[0] and inputs > shape[1]:
+        if path == _WIDENED and shape is not None and layer.up.shape[0] == shape[0] and inputs > shape[1]:
             wider[path] = inputs
     for name, value in extra.items():
         path = name.removesuffix(".diff").rpartition(".")[0]

@@ -8,7 +8,7 @@ the name covers (placing).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any, Final
 
@@ -63,6 +63,11 @@ def parse(
     """
     if not tensors:
         raise LoraError("the file holds no tensors; download or save it again")
+    given: Iterable[tuple[object, object]] = tensors.items()
+    for key, value in given:
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            words = f"{type(key).__name__} {key!r:.60} and a {type(value).__name__}"
+            raise LoraError(f"a LoRA is tensors by key, not {words}; give what safetensors' load_file returns")
     if family is not None and family not in FAMILIES:
         raise ArgumentError(f"family {family!r} is not known; give {' or '.join(FAMILIES)}")
     refuse_foreign(tensors)

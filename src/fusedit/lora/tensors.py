@@ -38,18 +38,17 @@ def locate(path: str | PathLike[str]) -> Path:
     """
     where = Path(path).expanduser()
     try:
-        if where.is_dir():
-            inside = sorted(where.glob("*.safetensors"))
-            if len(inside) != 1:
-                raise LoraError(
-                    f"folder {str(path)!r} holds {len(inside)} .safetensors files; name the LoRA file itself"
-                )
-            return inside[0]
-        exists = where.is_file()
+        inside = sorted(where.glob("*.safetensors")) if where.is_dir() else None
+        exists, plain = where.exists(), where.is_file()
     except (OSError, ValueError) as error:
         raise LoraError(f"{str(path)!r} cannot be read ({error}); give the path of a .safetensors file") from None
-    if not exists:
-        raise LoraError(f"{str(path)!r} does not exist; give the path of a .safetensors file")
+    if inside is not None:
+        if len(inside) != 1:
+            raise LoraError(f"folder {str(path)!r} holds {len(inside)} .safetensors files; name the LoRA file itself")
+        return inside[0]
+    if not plain:
+        what = "is neither a file nor a folder" if exists else "does not exist"
+        raise LoraError(f"{str(path)!r} {what}; give the path of a .safetensors file")
     return where
 
 
@@ -78,9 +77,14 @@ def _refuse_pickle(path: Path) -> None:
         raise LoraError(f"{str(path)!r} is empty; download or save it again")
     # protocol 2 and above begin with 0x80; torch's zip archives with PK; a safetensors header is a length, then "{"
     pickled = start[:2] == b"PK" or (start[0] == 0x80 and start[1:2] <= b"\x05" and start[8:9] != b"{")
-    if pickled or path.suffix.lower() in _PICKLES:
+    if pickled:
         raise LoraError(
             f"{str(path)!r} is a pickle, which can run any code when loaded, so it was not opened; {_CONVERT}"
+        )
+    if path.suffix.lower() in _PICKLES:
+        raise LoraError(
+            f"{str(path)!r} has the name of a pickle, which runs code where others load it, so it was not opened; "
+            f"rename it to .safetensors if it is in that format, else: {_CONVERT}"
         )
 
 

@@ -197,3 +197,13 @@ def test_activations_a_million_times_larger_do_not_overflow() -> None:
     stock = FLUX.call(pipe)
     fusedit.accelerate(pipe, "fp8")
     assert near(FLUX.call(pipe), stock, 0.1)
+
+
+@each_kind
+def test_in_fp64_stock_runs_on_the_values_of_the_codes(kind: Kind) -> None:
+    pipe, stock = kind.pipe(), kind.pipe().to(torch.float64)
+    handle = fusedit.accelerate(pipe, "fp8")
+    pipe.to(torch.float64)
+    assert near(kind.call(pipe), kind.call(stock), LIMITS[kind.name])
+    assert fused(handle) == 0
+    assert any("float64" in reason for reason in reasons(handle))

@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,20 @@ def test_a_folder(tmp_path: Path) -> None:
     save_file(GOOD, tmp_path / "a.safetensors")
     assert len(read(tmp_path).layers) == 1
     save_file(GOOD, tmp_path / "b.safetensors")
-    assert "holds 2 .safetensors files; name the LoRA file itself" in refused(lambda: read(tmp_path))
+    message = refused(lambda: read(tmp_path))
+    assert message == f"folder {str(tmp_path)!r} holds 2 .safetensors files; name the LoRA file itself"
+
+
+def test_neither_a_file_nor_a_folder() -> None:
+    assert "'/dev/null' is neither a file nor a folder" in refused(lambda: read("/dev/null"))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [({1: torch.ones(2)}, "not int 1 and a Tensor"), ({"a": [1.0]}, "not str 'a' and a list")],
+)
+def test_something_else_than_tensors_by_key(tensors: Any, words: str) -> None:
+    assert f"a LoRA is tensors by key, {words}" in refused(lambda: parse(tensors))
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
@@ -103,7 +117,7 @@ def test_a_pickle_is_refused_unopened(tmp_path: Path, name: str, how: str) -> No
 def test_safetensors_under_a_pickles_name_are_still_refused(tmp_path: Path) -> None:
     path = tmp_path / "lora.bin"
     save_file(GOOD, path)
-    assert "is a pickle" in refused(lambda: read(path))
+    assert "has the name of a pickle, which runs code where others load it, so" in refused(lambda: read(path))
 
 
 @pytest.mark.parametrize("padding", range(0, 160, 8))

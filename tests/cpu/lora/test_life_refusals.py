@@ -113,8 +113,28 @@ def test_names_that_are_not_loaded() -> None:
         fusedit.unload_lora(pipe, "b")
     with pytest.raises(LoraError, match="scale inf is no finite number"):
         fusedit.set_loras(pipe, {"a": float("inf")})
+    wrong: Any
+    for wrong, words in (
+        ({"a": 10**400}, "scale a int is no finite number"),
+        (["a"], r"takes names with scales, such as \{'style': 0.8\}, not \['a'\]"),
+        (None, "not None"),
+    ):
+        with pytest.raises(LoraError, match=words):
+            fusedit.set_loras(pipe, wrong)
+    for wrong in (None, 5):
+        with pytest.raises(LoraError, match=f"^{wrong} is neither a path nor tensors by key"):
+            fusedit.load_lora(pipe, wrong)
     assert differing(pieces(pipe), before) == []
     assert {layer.scaling["a"] for _, layer in tuner_layers(pipe.transformer)} == {1.0}
+
+
+def test_more_inputs_are_a_control_lora_at_the_embedder_alone() -> None:
+    pipe = FLUX.pipe()
+    state = lora_state(pipe, names=("attn.to_k", "attn.to_v"))
+    name = "transformer.single_transformer_blocks.0.attn.to_k.lora_A.weight"
+    state[name] = torch.cat([state[name], state[name]], dim=1)
+    report = fusedit.load_lora(pipe, state, "a")
+    assert [path for path, _ in report.missing] == ["single_transformer_blocks.0.attn.to_k"]
 
 
 def test_pipelines_that_take_no_lora() -> None:
