@@ -14,7 +14,7 @@ def put(module: Any, precision: Mapping[str, str]) -> None:
     config = module.__dict__.get("_internal_dict")
     if config is not None:
         mark = {"quant_method": METHOD, "schema": 1, "precision": dict(precision)}
-        module.__dict__["_internal_dict"] = type(config)({**config, _KEY: mark})
+        module.__dict__["_internal_dict"] = _rebuilt(config, {**config, _KEY: mark})
 
 
 def take(module: Any) -> None:
@@ -33,4 +33,11 @@ def without(state: dict[str, Any]) -> dict[str, Any]:
     config = state.get("_internal_dict")
     if config is None or _KEY not in config:
         return state
-    return {**state, "_internal_dict": type(config)({k: v for k, v in config.items() if k != _KEY})}
+    return {**state, "_internal_dict": _rebuilt(config, {k: v for k, v in config.items() if k != _KEY})}
+
+
+def _rebuilt(config: Any, items: Mapping[str, Any]) -> Any:
+    """A config of these items, with what was set on the former as an attribute: a control LoRA's width is only there."""
+    made = type(config)(items)
+    vars(made).update({k: v for k, v in vars(config).items() if k != _KEY})
+    return made

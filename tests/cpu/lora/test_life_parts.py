@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -166,6 +167,40 @@ def test_a_control_lora_widens_the_embedder_and_unloading_narrows_it_again() -> 
     assert pipe.transformer.config.in_channels == inputs
     handle.restore()
     assert [key for key in differing(pieces(pipe), before) if "attributes" not in key] == []
+
+
+@pytest.mark.parametrize("loader", ["ours", "diffusers"])
+@pytest.mark.parametrize("first", ["lora", "fp8"])
+def test_the_width_of_a_control_lora_stays_through_conversion_pause_and_restore(first: str, loader: str) -> None:
+    """Pipelines read it from the config, where diffusers sets it as an attribute."""
+    pipe = control_pipe()
+    state, inputs = control_state(pipe), pipe.transformer.x_embedder.in_features
+
+    def load() -> None:
+        if loader == "ours":
+            fusedit.load_lora(pipe, state, "c")
+        else:
+            pipe.load_lora_weights(dict(state), adapter_name="c")
+
+    def width() -> int:
+        control_call(pipe)
+        return int(pipe.transformer.config.in_channels)
+
+    if first == "lora":
+        load()
+    handle = fusedit.accelerate(pipe, "fp8")
+    if first == "fp8":
+        load()
+    seen = [width()]
+    with handle.paused():
+        seen.append(width())
+    seen.append(width())
+    copied = copy.deepcopy(pipe.transformer)
+    handle.restore()
+    assert [*seen, width(), copied.config.in_channels] == [2 * inputs] * 5
+    assert "quantization_config" not in vars(pipe.transformer.config)
+    fusedit.unload_lora(pipe, "c")
+    assert pipe.transformer.config.in_channels == inputs
 
 
 def test_diffusers_control_lora_is_followed_and_unloaded_whole() -> None:
