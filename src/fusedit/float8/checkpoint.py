@@ -24,20 +24,25 @@ from fusedit.float8.mark import METHOD
 from fusedit.float8.source import INDEX, SINGLE
 
 COMPONENT: Final = "transformer"
+_CODES: Final = "F8_E4M3"
+"""CODES, as safetensors names it."""
 
 
 def marked(folder: Path) -> dict[str, str] | None:
     """Path -> precision of the converted layers of a pipeline's folder; None where it is an ordinary one.
 
     Raises:
-        UnsupportedPipelineError: a newer version wrote it.
+        UnsupportedPipelineError: a newer version wrote it, or it has lost its mark.
     """
     try:
         config = json.loads((folder / COMPONENT / "config.json").read_text(encoding="utf-8"))
         mark = config.get("quantization_config")
     except (OSError, ValueError, AttributeError):
         return None
-    if not isinstance(mark, Mapping) or mark.get("quant_method") != METHOD:
+    if not isinstance(mark, Mapping) or not mark.get("quant_method"):
+        _refuse_codes(folder / COMPONENT)
+        return None
+    if mark["quant_method"] != METHOD:
         return None
     precision = mark.get("precision")
     if mark.get("schema") != 1 or not isinstance(precision, dict):
@@ -46,6 +51,41 @@ def marked(folder: Path) -> dict[str, str] | None:
             f"{mark.get('schema')!r}, this one reads 1); upgrade it or quantise the model again"
         )
     return precision
+
+
+def _refuse_codes(place: Path) -> None:
+    """Refuse files with codes and scales where the config does not say so: by their headers, whose data is not read."""
+    kinds = {key: kind for name in _names(place) for key, kind in _kinds(place / name).items()}
+    found = next((key for key in sorted(kinds) if kinds[key] == _CODES and f"{key}_scale" in kinds), None)
+    if found is not None:
+        raise UnsupportedPipelineError(
+            f"{str(place)!r} holds float8 weights with a scale beside each ({found}), and its config.json has no "
+            "quantization_config that says so; put the config.json back that was written with them, or quantise the "
+            "model again"
+        )
+
+
+def _kinds(file: Path) -> dict[str, str]:
+    """Key -> dtype, as safetensors names it, of all tensors of a file; empty where it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        opener: Any = safe_open(file, framework="pt")  # its stubs leave the methods untyped
+        with opener as opened:
+            return {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError):  # whoever loads it says so
+        return {}
+
+
+def _names(place: Path) -> set[str]:
+    """The files of a component; none where their index cannot be read."""
+    index = place / INDEX
+    if not index.is_file():
+        return {SINGLE}
+    try:
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
 
 
 def load_transformer(folder: Path, precision: Mapping[str, str], dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -110,12 +150,11 @@ def _read(place: Path, dtype: torch.dtype, device: torch.device) -> dict[str, to
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    index = place / INDEX
-    names = {SINGLE}
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     state: dict[str, torch.Tensor] = {}
-    for name in sorted(names):
+    names = sorted(_names(place))
+    if not names:
+        raise OSError(f"{INDEX} is damaged")
+    for name in names:
         if not (place / name).is_file():
             raise OSError(f"{name} is missing")
         try:

@@ -37,7 +37,7 @@ def without(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rebuilt(config: Any, items: Mapping[str, Any]) -> Any:
-    """A config of these items, with what was set on the former as an attribute: a control LoRA's width is only there."""
+    """A config of these items, with what was set on the former as an attribute: a control LoRA's width is there."""
     made = type(config)(items)
     vars(made).update({k: v for k, v in vars(config).items() if k != _KEY})
     return made

@@ -189,22 +189,49 @@ def test_a_config_of_another_version(change: dict[str, Any], message: str, flux_
         fusedit.load(folder)
 
 
-def test_sharded_files(flux_folders: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", ["gone", None, [], {}, "fusedit"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_codes_that_the_config_does_not_mention(shards: int, mark: Any, flux_folders: Any, tmp_path: Path) -> None:
+    """Read as values they would draw noise."""
     folder = copied(flux_folders, tmp_path)
-    state = load_file(folder / "transformer" / FILE)
-    (folder / "transformer" / FILE).unlink()
+    if shards > 1:
+        shard(folder / "transformer")
+    place = folder / "transformer" / "config.json"
+    config = json.loads(place.read_text())
+    config["quantization_config"] = mark
+    if mark == "gone":
+        del config["quantization_config"]
+    place.write_text(json.dumps(config))
+    with pytest.raises(
+        UnsupportedPipelineError, match=r"holds float8 weights with a scale .*has no quantization_config.* again$"
+    ):
+        fusedit.load(folder)
+
+
+def shard(place: Path) -> None:
+    """Split the one file of a component into two."""
+    state = load_file(place / FILE)
+    (place / FILE).unlink()
     keys = sorted(state)
     halves = {"a-00001-of-00002.safetensors": keys[::2], "a-00002-of-00002.safetensors": keys[1::2]}
     for name, half in halves.items():
-        save_file({key: state[key] for key in half}, folder / "transformer" / name)
+        save_file({key: state[key] for key in half}, place / name)
     index = {"metadata": {}, "weight_map": {key: name for name, half in halves.items() for key in half}}
-    (folder / "transformer" / f"{FILE}.index.json").write_text(json.dumps(index))
+    (place / f"{FILE}.index.json").write_text(json.dumps(index))
+
+
+def test_sharded_files(flux_folders: Any, tmp_path: Path) -> None:
+    folder = copied(flux_folders, tmp_path)
+    shard(folder / "transformer")
     save_file({"stray": torch.ones(1)}, folder / "transformer" / "other.safetensors")
     whole, sharded = fusedit.load(flux_folders.quantised, dtype="fp32"), fusedit.load(folder, dtype="fp32")
     for key, t in whole.transformer.state_dict().items():
         assert torch.equal(sharded.transformer.state_dict()[key].view(torch.uint8), t.view(torch.uint8)), key
     (folder / "transformer" / "a-00002-of-00002.safetensors").unlink()
     with pytest.raises(UnsupportedPipelineError, match=r"a-00002-of-00002.safetensors is missing; quantise"):
+        fusedit.load(folder)
+    (folder / "transformer" / f"{FILE}.index.json").write_text("{}")
+    with pytest.raises(UnsupportedPipelineError, match=rf"{FILE}.index.json is damaged; quantise"):
         fusedit.load(folder)
 
 
