@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fusedit.errors import OutputError, UnsupportedPipelineError
+from fusedit.finite import is_finite, weight_error
 from fusedit.float8.conversion import mark_loaded
 from fusedit.float8.linear import CODES, Float8Linear
 from fusedit.float8.mark import METHOD
@@ -93,6 +94,7 @@ def load_transformer(folder: Path, precision: Mapping[str, str], dtype: torch.dt
 
     Raises:
         UnsupportedPipelineError: the files are not what the config says.
+        NonFiniteError: a scale holds NaN or infinity.
     """
     from fusedit.models import registry
 
@@ -143,6 +145,8 @@ def _check(state: Mapping[str, torch.Tensor], precision: Mapping[str, str]) -> N
         expected = {"weight": CODES, "weight_scale": torch.float32}.get(name) if path in precision else None
         if t.dtype is not expected and (expected is not None or t.dtype is CODES):
             raise ValueError(f"{key} is {t.dtype}" + (f", not {expected}" if expected else ", which its config omits"))
+        if expected is torch.float32 and not is_finite(t):  # as of any other weight
+            raise weight_error(f"{COMPONENT}.{key}")
 
 
 def _read(place: Path, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from fusedit.errors import UsageError
 from fusedit.float8 import choice
 from fusedit.float8.products import quantise, scaled
+from fusedit.float8.refusals import why_not_loaded
 from fusedit.float8.source import Elsewhere
 from fusedit.ops._fp8 import quantized
 from fusedit.runtime.install import rebind
@@ -197,11 +198,13 @@ class Float8Linear(nn.Linear):
     ) -> None:
         """Codes with their scale as they are; a weight of another dtype is quantised, and kept if the first one was.
 
-        The very weight that the layer was made of, or the codes that it has, change nothing.
+        The very weight that the layer was made of, or the codes that it has, change nothing. See `why_not_loaded` for
+        what is refused.
         """
         given, scale = state_dict.get(prefix + "weight"), state_dict.get(prefix + "weight_scale")
-        if given is not None and given.dtype is CODES and scale is None:
-            error_msgs.append(f"{prefix}weight is e4m3 without {prefix}weight_scale; its values are not known")
+        refused = why_not_loaded(given, scale)
+        if refused is not None:  # nothing of this layer is loaded; torch goes on with the others and raises at the end
+            error_msgs.append(prefix + refused.format(prefix=prefix))
             return
         if given is not None and given.dtype is not CODES and given.shape == self.weight.shape:
             if self._made_of(given):

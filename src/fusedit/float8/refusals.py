@@ -1,11 +1,13 @@
-"""Why weights cannot be made e4m3, or given back, where and as they are at the moment."""
+"""Why weights cannot be made e4m3, loaded into an e4m3 layer, or given back, where and as they are at the moment."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from fusedit.ops._fp8 import E4M3
 
 CAPABILITY: Final = (8, 9)
 """The first compute capability with products of e4m3."""
@@ -51,6 +53,31 @@ def _streamed(module: nn.Module) -> bool:
             if getattr(group, "cpu_param_dict", None) or getattr(group, "offload_to_disk_path", None):
                 return True
     return False
+
+
+def why_not_loaded(weight: Tensor | None, scale: Tensor | None) -> str | None:
+    """Why an e4m3 layer cannot take these from a state dict, where the one or the other may be left out, or None.
+
+    A sentence that begins with the key and has `{prefix}` before others. Scales have to be positive, as those that
+    quantising makes are: LoRA terms are divided by them.
+    """
+    if scale is None:
+        e4m3 = weight is not None and weight.dtype is E4M3
+        return "weight is e4m3 without {prefix}weight_scale; its values are not known" if e4m3 else None
+    if weight is not None and weight.dtype is not E4M3:
+        return (
+            f"weight is {weight.dtype} beside {{prefix}}weight_scale, so its codes were cast as if they were values; "
+            "give them in torch.float8_e4m3fn, or stock's weight without a scale"
+        )
+    if scale.dtype is not torch.float32:
+        return f"weight_scale is {scale.dtype}, not torch.float32; give the scales that were saved with the codes"
+    if scale.is_meta:
+        return None
+    if not torch.isfinite(scale).all():
+        return "weight_scale holds NaN or infinity, which draws a black picture; replace the checkpoint"
+    if not (scale > 0).all():
+        return f"weight_scale holds {float(scale.min()):g}, where scales are positive; replace the checkpoint"
+    return None
 
 
 def why_held(module: nn.Module) -> str | None:

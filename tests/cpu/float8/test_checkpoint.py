@@ -18,7 +18,7 @@ from support.whole_pipes import SMALL
 import fusedit
 from fusedit.defaults import request_for
 from fusedit.drawing import draw, initial_noise
-from fusedit.errors import OutputError, PlanError, RestoreError, UnsupportedPipelineError
+from fusedit.errors import NonFiniteError, OutputError, PlanError, RestoreError, UnsupportedPipelineError
 from fusedit.float8 import checkpoint, conversion
 from fusedit.plan import Plan
 from fusedit.quantize import quantize
@@ -150,6 +150,19 @@ def test_files_that_are_not_what_the_config_says(fault: str, flux_folders: Any, 
     with pytest.raises(
         UnsupportedPipelineError, match=rf"(?s)cannot be loaded: .*({message}).*; quantise the model again$"
     ):
+        fusedit.load(folder, dtype="fp32")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_scales_that_stand_for_nothing(value: float, flux_folders: Any, tmp_path: Path) -> None:
+    folder = copied(flux_folders, tmp_path)
+    state = load_file(folder / "transformer" / FILE)
+    key = next(key for key in state if key.endswith("weight_scale"))
+    state[key] = state[key].clone().fill_(value)
+    (folder / "transformer" / FILE).unlink()
+    save_file(state, folder / "transformer" / FILE)
+    kind: type[Exception] = UnsupportedPipelineError if abs(value) < 2 else NonFiniteError
+    with pytest.raises(kind, match=f"{key} holds ({value:g}, where scales are positive|NaN or infinity)"):
         fusedit.load(folder, dtype="fp32")
 
 
@@ -319,6 +332,11 @@ def test_state_dicts_go_round_and_stock_does_not_take_them(flux_folders: Any) ->
             layer.weight_scale.mul_(3)
     assert not torch.equal(pixels(b), drawn)
     assert b.transformer.load_state_dict(state, strict=True).missing_keys == []
+    assert torch.equal(pixels(b), drawn)
+    with pytest.raises(
+        RuntimeError, match=r"proj_out.weight is torch.float32 beside single_.*weight_scale, so its codes"
+    ):
+        b.transformer.load_state_dict({key: t.float() for key, t in state.items()})
     assert torch.equal(pixels(b), drawn)
     stock = fusedit.load(flux_folders.stock, dtype="fp32")
     with pytest.raises(RuntimeError, match="weight_scale"):

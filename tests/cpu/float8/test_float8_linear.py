@@ -141,6 +141,52 @@ def test_codes_without_their_scale_are_refused() -> None:
     assert torch.equal(made.weight_scale, before)
 
 
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "upcast": (
+        lambda s: s.update({key: t.float() for key, t in s.items()}),
+        r"weight is torch.float32 beside weight_scale, so its codes were cast .* or stock's weight without a scale",
+    ),
+    "bytes": (lambda s: s.update(weight=s["weight"].view(torch.uint8)), r"weight is torch.uint8 beside weight_scale"),
+    "e5m2": (lambda s: s.update(weight=s["weight"].to(torch.float8_e5m2)), r"weight is torch.float8_e5m2 beside"),
+    "half a scale": (
+        lambda s: s.update(weight_scale=s["weight_scale"].bfloat16()),
+        r"weight_scale is torch.bfloat16, not torch.float32; give the scales",
+    ),
+    "nan": (lambda s: s["weight_scale"][3].fill_(float("nan")), r"weight_scale holds NaN or infinity, .*; replace"),
+    "inf": (lambda s: s["weight_scale"][3].fill_(float("inf")), r"weight_scale holds NaN or infinity, .*; replace"),
+    "zero": (lambda s: s["weight_scale"][3].zero_(), r"weight_scale holds 0, where scales are positive; replace"),
+    "negative": (lambda s: s["weight_scale"][3].neg_(), r"weight_scale holds -0\.\d+, where scales are positive"),
+    "scale alone": (lambda s: (s.pop("weight"), s["weight_scale"].neg_()), "where scales are positive"),
+}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("fault", REFUSED)
+def test_codes_and_scales_that_stand_for_nothing_are_refused(fault: str, assign: bool) -> None:
+    made = layer()
+    before = {key: t.clone() for key, t in made.state_dict().items()}
+    original = made.original.clone()
+    state = {key: t.clone() for key, t in before.items()}
+    state["bias"].add_(1)
+    change, message = REFUSED[fault]
+    change(state)
+    with pytest.raises(RuntimeError, match=message):
+        made.load_state_dict(state, strict=False, assign=assign)
+    now = made.state_dict()
+    for key, t in before.items():
+        assert now[key].dtype is t.dtype
+        assert torch.equal(now[key].view(torch.uint8), t.view(torch.uint8)), key
+    assert torch.equal(made.original, original)
+
+
+def test_a_row_of_zeros_goes_round() -> None:
+    made = Float8Linear.convert(nn.Linear(64, 48).requires_grad_(False), activations=True, keep=False)
+    stock = nn.Linear(64, 48).requires_grad_(False)
+    stock.weight[3].zero_()
+    made.load_state_dict(Float8Linear.convert(stock, activations=True, keep=False).state_dict())
+    assert made.dequantised(torch.float32)[3].abs().max() == 0
+
+
 def test_a_stock_layer_does_not_take_codes_for_values() -> None:
     with pytest.raises(RuntimeError, match="weight_scale"):
         nn.Linear(64, 48).load_state_dict(layer().state_dict())
