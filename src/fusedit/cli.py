@@ -1,7 +1,7 @@
 """The command line: parses, calls the public functions, prints. Everything heavy is imported inside the commands.
 
 Exit codes: 0 done, 1 a gate failed or a picture held NaN or infinity, 2 wrong use or results that cannot be written, 3
-a defect in fusedit itself, 130 interrupted, 141 nobody reads the results any more.
+a defect in fusedit itself, 130 interrupted, 141 nobody reads the results any more, 143 ended by SIGTERM.
 Results go to standard output, everything else to standard error. An error is one sentence, and with --json also
 `{"error": {"type", "message"}}` on standard output.
 """
@@ -32,6 +32,7 @@ from fusedit.cli_shared import (
     reporting,
 )
 from fusedit.stdout import guard
+from fusedit.termination import watch
 
 app = typer.Typer(
     name="fusedit",
@@ -343,4 +344,5 @@ def inspect_lora(
 def main() -> None:
     """Entry point of the `fusedit` command."""
     guard()
+    watch()
     app()

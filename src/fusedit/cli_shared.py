@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from fusedit.errors import FuseditError, NonFiniteError
+from fusedit.termination import CODE, Terminated
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -43,6 +44,9 @@ def reporting(command: Command) -> Command:
         except FuseditError as error:
             code = 1 if isinstance(error, NonFiniteError) and error.stage != "weights" else 2
             raise typer.Exit(fail(error, code, bool(kwargs.get("json")))) from None
+        except Terminated:
+            typer.echo("fusedit: terminated", err=True)
+            raise typer.Exit(CODE) from None
         except KeyboardInterrupt:
             typer.echo("fusedit: interrupted", err=True)
             raise typer.Exit(130) from None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,37 @@ def test_an_error_with_json_on_a_full_disk() -> None:
     assert (code, said.splitlines()[0]) == (2, "fusedit: standard output cannot be written: No space left on device")
     code, said = streamed(("layout", "--batch", "0", "--json"), "gone")
     assert (code, said) == (141, "")
+
+
+SIGNALLED = """
+import os, sys
+from diffusers import AutoencoderKL
+from fusedit.cli import main
+number, *sys.argv[1:] = map(str, sys.argv[1:])
+stock = AutoencoderKL.save_pretrained
+def signalled(self, place, *args, **kwargs):
+    stock(self, place, *args, **kwargs)
+    assert ".part" in str(place) and os.listdir(place)
+    os.kill(os.getpid(), int(number))
+AutoencoderKL.save_pretrained = signalled
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_while_files_are_written_leaves_none(
+    number: int, code: int, word: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"schema": 1, "base": "fp8", "rewrites": {"flux.fp8_rounding": False}}))
+    arguments = (str(models["tiny-flux"]), "--plan", str(plan), "-o", str(tmp_path / "made"))
+    command = [sys.executable, "-c", SIGNALLED, str(int(number)), "quantize", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert done.stderr.splitlines()[-1] == f"fusedit: {word}"
+    assert list(tmp_path.iterdir()) == [plan]
 
 
 def doctor_beside(folder: Path) -> Any:
