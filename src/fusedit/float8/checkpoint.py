@@ -45,11 +45,17 @@ def marked(folder: Path) -> dict[str, str] | None:
         return None
     if mark["quant_method"] != METHOD:
         return None
-    precision = mark.get("precision")
-    if mark.get("schema") != 1 or not isinstance(precision, dict):
+    if mark.get("schema") != 1:
         raise UnsupportedPipelineError(
             f"the e4m3 weights of {str(folder)!r} were written by another version of fusedit (schema "
             f"{mark.get('schema')!r}, this one reads 1); upgrade it or quantise the model again"
+        )
+    precision = mark.get("precision")
+    if not isinstance(precision, dict):
+        found = f"is {precision!r:.60}, not an object of" if "precision" in mark else "is missing, which gives"
+        raise UnsupportedPipelineError(
+            f"the config.json of {str(folder / COMPONENT)!r} is damaged: precision in its quantization_config {found} "
+            "paths with fp8 or weights; quantise the model again"
         )
     return precision
 
@@ -112,9 +118,9 @@ def load_transformer(folder: Path, precision: Mapping[str, str], dtype: torch.dt
     try:
         for path, value in precision.items():
             _empty(module, path, value, dtype)
-        state = _read(place, dtype, device)
+        state = _read(place, device)
         _check(state, precision)
-        module.load_state_dict(state, assign=True)
+        module.load_state_dict(_in_dtype(state, dtype), assign=True)
     except (AttributeError, RuntimeError, OSError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -149,8 +155,8 @@ def _check(state: Mapping[str, torch.Tensor], precision: Mapping[str, str]) -> N
             raise weight_error(f"{COMPONENT}.{key}")
 
 
-def _read(place: Path, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """All tensors of a component's files, on the device; those that are neither codes nor scales in dtype."""
+def _read(place: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    """All tensors of a component's files, on the device."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -165,6 +171,11 @@ def _read(place: Path, dtype: torch.dtype, device: torch.device) -> dict[str, to
             state |= load_file(place / name, device=str(device))
         except SafetensorError as error:
             raise OSError(f"{name} is damaged ({error})") from None
+    return state
+
+
+def _in_dtype(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The same tensors; those that are neither codes nor scales in dtype."""
     scales = {key for key in state if key.endswith(".weight_scale")}
     return {
         key: t if t.dtype is CODES or key in scales or not t.is_floating_point() else t.to(dtype)

@@ -132,6 +132,12 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any], str], Any], str]] = {
     "extra": (lambda s, _: s.update(more=torch.ones(1)), r"Unexpected key\(s\) in state_dict: .more."),
     "shape": (lambda s, k: s.update({k: s[k][:-1].contiguous()}), "size mismatch|shape"),
     "values": (lambda s, k: s.update({k: s[k].float()}), "is torch.float32, not torch.float8_e4m3fn"),
+    "bf16": (lambda s, k: s.update({k: s[k].bfloat16()}), "is torch.bfloat16, not torch.float8_e4m3fn"),
+    "e5m2": (lambda s, k: s.update({k: s[k].to(torch.float8_e5m2)}), "is torch.float8_e5m2, not torch.float8_e4m3fn"),
+    "half a scale": (
+        lambda s, k: s.update({f"{k}_scale": s[f"{k}_scale"].half()}),
+        "is torch.float16, not torch.float32",
+    ),
     "codes": (
         lambda s, _: s.update({"proj_out.weight": s["proj_out.weight"].to(torch.float8_e4m3fn)}),
         "proj_out.weight is torch.float8_e4m3fn, which its config omits",
@@ -186,7 +192,11 @@ def test_a_file_that_cannot_be_read(fault: str, flux_folders: Any, tmp_path: Pat
             {"schema": 2},
             r"written by another version of fusedit \(schema 2, this one reads 1\); upgrade it",
         ),
-        ({"precision": None}, "another version"),
+        ({"precision": None}, r"precision in its quantization_config is None, not an object of paths .* again$"),
+        (
+            {"precision": ["proj_out"]},
+            r"config.json of '.*transformer' is damaged: precision .* is \['proj_out'\], not",
+        ),
         ({"precision": {"no.such": "fp8"}}, "cannot be loaded: .*no.*attribute `?no.*quantise the model again"),
         ({"precision": {"proj_out": "fp4"}}, "its config says 'fp4' of proj_out"),
         ({"precision": {"pos_embed": "fp8"}}, "its config says 'fp8' of pos_embed, which is a FluxPosEmbed"),
@@ -231,6 +241,16 @@ def shard(place: Path) -> None:
         save_file({key: state[key] for key in half}, place / name)
     index = {"metadata": {}, "weight_map": {key: name for name, half in halves.items() for key in half}}
     (place / f"{FILE}.index.json").write_text(json.dumps(index))
+
+
+def test_a_mark_without_its_layers(flux_folders: Any, tmp_path: Path) -> None:
+    folder = copied(flux_folders, tmp_path)
+    place = folder / "transformer" / "config.json"
+    config = json.loads(place.read_text())
+    del config["quantization_config"]["precision"]
+    place.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedPipelineError, match=r"precision in its quantization_config is missing, which gives"):
+        fusedit.load(folder)
 
 
 def test_sharded_files(flux_folders: Any, tmp_path: Path) -> None:
