@@ -283,6 +283,8 @@ def sensitivity(
         quiet=json,
     )
     print_json(found.to_dict()) if json else print_sensitivity(found, console())
+    if save is not None and (drawback := found.drawback(keep)):
+        typer.echo(f"warning: {drawback}", err=True)
 
 
 @app.command(epilog="Example: fusedit doctor --json")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -64,6 +65,7 @@ class Sensitivity:
         total: relative L2 with all layers of the plan at once.
         rounding: how the codes were chosen, in words.
         kept: pattern-free path -> reason, of layers that the plan leaves in the model's dtype.
+        modulation: path -> precision, of layers that run in one launch where all or none are e4m3.
     """
 
     model: str
@@ -74,6 +76,7 @@ class Sensitivity:
     total: float
     rounding: str
     kept: Mapping[str, str]
+    modulation: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -81,6 +84,7 @@ class Sensitivity:
             "plan": dict(self.plan),
             "groups": [vars(group) for group in self.groups],
             "kept": dict(self.kept),
+            "modulation": dict(self.modulation),
         }
 
     def better(self, count: int) -> Plan:
@@ -88,6 +92,22 @@ class Sensitivity:
         plan = Plan.from_dict(dict(self.plan))
         sites = {**plan.precision["sites"], **{group.name: "model" for group in self.groups[:count]}}
         return Plan.from_dict({**plan.to_dict(), "precision": {"default": plan.precision["default"], "sites": sites}})
+
+    def drawback(self, count: int) -> str:
+        """What `better(count)` costs in speed, where it takes only some of the layers that run in one launch; or ""."""
+        names = [group.name for group in self.groups[:count]]
+        own = [
+            path
+            for path, value in self.modulation.items()
+            if value == "model" or any(fnmatchcase(path, name) for name in names)
+        ]
+        if len(own) in (0, len(self.modulation)):
+            return ""
+        return (
+            f"this plan has {len(own)} of {len(self.modulation)} modulation layers in the model's dtype and the others "
+            "in e4m3, so that they run one by one instead of in one launch; docs/fp8.md says under 'Precision by site' "
+            "how to give all of them the same"
+        )
 
 
 def sensitivity(
@@ -175,6 +195,7 @@ def sensitivity(
         total,
         "; ".join(choice.sentences(choices.values())),
         found.kept,
+        found.modulation,
     )
 
 

@@ -22,12 +22,14 @@ class Precisions:
         blocking: why the module cannot be served at all under this plan.
         refused: name -> reason, of rewrites of the tier that do not apply.
         kept: path -> reason, of layers that stay in the model's dtype.
+        modulation: path -> precision, of layers that run in one launch where all or none are e4m3.
     """
 
     wanted: dict[str, str] = field(default_factory=dict)
     blocking: str | None = None
     refused: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
+    modulation: dict[str, str] = field(default_factory=dict)
 
     def notes(self, name: str) -> list[str]:
         """What stays in the model's dtype, by reason, for the report."""
@@ -62,6 +64,8 @@ def precisions(
         if there is not None and there.originals == "checkpoint":
             made.wanted = dict(there.wanted)
         made.kept = {path: found.reason for path, found in chosen.items() if path not in made.wanted}
+        if stored != products:
+            made.modulation = {path: found.value for path, found in chosen.items() if found.rewrite == stored}
         used = {chosen[path].rewrite for path in made.wanted}
         none = "all of its linear layers stay in the model's dtype"
         made.refused = {rewrite: none for rewrite in (products, stored) if rewrite not in used}

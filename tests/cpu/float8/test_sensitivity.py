@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ import fusedit
 from fusedit import calibration
 from fusedit.cli_fp8 import print_sensitivity
 from fusedit.defaults import request_for
+from fusedit.drawing import draw
 from fusedit.errors import ArgumentError, PlanError, UnsupportedPipelineError
 from fusedit.float8 import choice
 from fusedit.float8.linear import Float8Linear
 from fusedit.plan import Plan
 from fusedit.sensitivity import GROUPS, Sensitivity, sensitivity
+
+UNROUNDED = Plan(base="fp8", rewrites={"flux.fp8_rounding": False})
 
 
 @pytest.fixture(scope="module", params=["flux", "z_image"])
@@ -69,6 +73,26 @@ def test_the_better_plan_is_accepted_and_better(pipe: Any) -> None:
     assert kept == {group.name for group in found.groups[:2]}
     handle.restore()
     assert measure(pipe, plan=better).total < found.total
+
+
+def test_a_plan_that_takes_some_modulation_layers_alone_is_told() -> None:
+    pipe = whole_pipes.flux_pipe()
+    pipe.set_progress_bar_config(disable=True)
+    found = measure(pipe, by="block", plan=UNROUNDED)
+    blocks = next(count for count, group in enumerate(found.groups, 1) if group.name.endswith(".*"))
+    reason = "modulation layers differ in precision"
+    mended = found.better(blocks).to_dict()
+    mended["precision"]["sites"]["*norm*.linear"] = "weights"
+    for plan, mixed in ((found.better(0), False), (found.better(blocks), True), (Plan.from_dict(mended), False)):
+        handle = fusedit.accelerate(pipe, plan)
+        draw(pipe, request_for(pipe, "red fox", 0, **SMALL))
+        site = next(site for site in handle.report().rewritten if site.site == "flux.modulation")
+        assert (reason in site.reasons) == mixed == (site.fused == 0)
+        handle.restore()
+    assert found.drawback(0) == ""
+    assert re.match(r"this plan has \d of \d modulation layers in the model's dtype and the", found.drawback(blocks))
+    assert measure(pipe, by="block", plan=found.better(blocks)).drawback(0) == found.drawback(blocks)
+    assert found.drawback(len(found.groups)) == "", "all of them are kept"
 
 
 def test_an_interrupted_measurement_leaves_every_bit(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +164,7 @@ def test_the_commands(flux_folders: Any, tmp_path: Path) -> None:
     result = run(app, ["sensitivity", *model, *small, "--by", "block", "--save", str(saved), "--keep", "1"])
     assert result.exit_code == 0, result.output
     assert "transformer_blocks.0.*" in result.stdout
+    assert "warning: this plan has" in result.stderr
     plan = Plan.of(saved)
     assert list(plan.precision["sites"].values()) == ["model"]
     assert fusedit.accelerate(fusedit.load(flux_folders.stock, dtype="fp32"), plan).plan == plan
