@@ -65,7 +65,7 @@ def _seen(module: nn.Module) -> tuple[list[object], list[object], list[int]]:
                     if t is not None:
                         places += (t.data_ptr(), *t.shape, *t.stride(), t.dtype)
                         versions.append(-1 if t.is_inference() else t._version)
-        if space["_forward_hooks"] or space["_forward_pre_hooks"] or "forward" in space or "_hf_hook" in space:
+        if hooked(space):
             settings.append(len(places))
         inner = space["_modules"]
         if from_peft(child):

@@ -108,6 +108,11 @@ class _Kept:
     sums: tuple[int, ...] | None = None
     """Checksums of the sources, once there were any."""
 
+    def now(self) -> tuple[list[nn.Module | None], list[Split | None]]:
+        """Its layers, those that are still there, and what they are made of at the moment."""
+        layers = [ref() for ref in self.layers]
+        return layers, [None if layer is None else split_for_packing(layer) for layer in layers]
+
     def is_of(self, parts: Sequence[Split | None]) -> bool:
         """Whether it was made of these, whatever their scales; then nothing can refuse them that did not before."""
         if None in parts or _stamp(parts) != self.stamp:
@@ -161,8 +166,7 @@ class Terms:
 
     def _look_at_all(self, offloaded: bool) -> None:
         for key, kept in list(self._kept.items()):
-            layers = [ref() for ref in kept.layers]
-            parts = [None if layer is None else split_for_packing(layer) for layer in layers]
+            layers, parts = kept.now()
             if not offloaded and kept.is_of(parts):
                 self.hits += 1
                 scales = _scales(parts)
@@ -189,8 +193,7 @@ class Terms:
             found = tuple(itertools.islice(sums, len(kept.sources))) if known else None
             differs = kept.sums is not None and kept.sums != found
             if differs or key in unread:
-                layers = [ref() for ref in kept.layers]
-                parts = [None if layer is None else split_for_packing(layer) for layer in layers]
+                layers, parts = kept.now()
                 self._make(key, layers, parts, kept.form, kept.term.up.dtype)
                 self.changes += differs
             self._kept[key].sums = found
@@ -231,8 +234,7 @@ class Terms:
     def pieces(self) -> Iterator[Piece]:
         """All terms as the last forward used them, layer by layer."""
         for kept in self._kept.values():
-            layers = [ref() for ref in kept.layers]
-            parts = [None if layer is None else split_for_packing(layer) for layer in layers]
+            _, parts = kept.now()
             if any(part is None for part in parts) or _stamp(parts) != kept.stamp:
                 continue  # changed since: the next forward makes it anew
             down, up, scale, _ = kept.term
